@@ -151,8 +151,8 @@ def _check_loss(trainer: Any) -> None:
             "model.loss_function = a function that dfa_megatron.huggingface.sums_tokens marks",
         )
     name = _name_of(trainer)
-    odd = getattr(trainer.model.config, "output_router_logits", False) or any(map(classifies, trainer.model.modules()))
-    if trainer.label_smoother is not None and (odd or name in _OF_SCORES):
+    routed = getattr(trainer.model.config, "output_router_logits", False)
+    if trainer.label_smoother and (routed or name in _OF_SCORES or any(map(classifies, trainer.model.modules()))):
         raise UnsupportedError(
             "label_smoothing_factor with output_router_logits, classifiers or TRL's trainers",
             "Trainer leaves a router's loss out of it, and smooths scores of sequences; TRL's need all tokens' logits",

@@ -244,10 +244,10 @@ class ChunkMoves:
     def _together(self, tensors: Sequence[torch.Tensor], moves: Moves) -> Fields:
         """Move rows of (batch, rows, heads, width) or (batch, heads, rows)."""
         dims = [1 if x.dim() == 4 else 2 for x in tensors]
-        kept = [moves.kept(x, d) for x, d in zip(tensors, dims, strict=True)]
+        rows = [moves.place_own(x, d) for x, d in zip(tensors, dims, strict=True)]
         sent = [x.index_select(d, moves.before.away).movedim(d, 0) for x, d in zip(tensors, dims, strict=True)]
         came = unpacked(moves.exchanged(packed(sent), over=self.over), sent)
-        placed = [moves.placed(x, c.movedim(0, d), d) for x, c, d in zip(kept, came, dims, strict=True)]
+        placed = [moves.place_others(x, c.movedim(0, d), d) for x, c, d in zip(rows, came, dims, strict=True)]
         return tuple(placed) if self.over is None else self.over.spoiled(*placed)
 
 

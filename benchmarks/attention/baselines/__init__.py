@@ -41,3 +41,10 @@ def version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise UnsupportedError(package, "it is not installed", f"pip install {package}") from None
+
+
+def need_gpus(package: str, device: str) -> None:
+    """Refuse a package that is not installed, or whose kernels do not run on that type of device."""
+    version_of(package)
+    if device != "cuda":
+        raise UnsupportedError(f"{package} on a CPU", "its kernels are CUDA", "GPUs")

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention.baselines import version_of
+from benchmarks.attention.baselines import need_gpus
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method
 from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import UnsupportedError
 
+PACKAGE = "magi_attention"
 CHUNKS = (2048, 512)  # tokens at most: chunks are shorter where a rank would have less than 8
 
 
@@ -27,15 +28,13 @@ def methods(job: Job) -> list[Method]:
     Raises:
         UnsupportedError: it is not installed, or not on GPUs.
     """
-    version_of("magi_attention")
-    if job.device != "cuda":
-        raise UnsupportedError("MagiAttention on a CPU", "its kernels are CUDA", "GPUs")
+    need_gpus(PACKAGE, job.device)
     return [_with_chunks(chunk, None, causal=True) for chunk in CHUNKS]
 
 
 def pack_methods(shapes: Any, offsets: Sequence[int], world: World) -> list[Method]:
     """Return the same over documents, whose tokens have no batch."""
-    methods(Job(device=world.device.type))
+    need_gpus(PACKAGE, world.device.type)
     return [_with_chunks(chunk, offsets, causal=shapes.causal) for chunk in CHUNKS]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.attention.baselines import version_of
+from benchmarks.attention.baselines import need_gpus
 from benchmarks.attention.baselines.ulysses import refuse_heads
 from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method, zigzag
@@ -23,9 +23,7 @@ def methods(job: Job) -> list[Method]:
     Raises:
         UnsupportedError: it is not installed, or not on GPUs.
     """
-    version_of("transformer-engine")
-    if job.device != "cuda":
-        raise UnsupportedError("TransformerEngine on a CPU", "its kernels are CUDA", "GPUs")
+    need_gpus("transformer-engine", job.device)
     return [_communicating(kind) for kind in ("p2p", "all_gather", "a2a", "a2a+p2p")]
 
 

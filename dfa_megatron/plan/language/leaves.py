@@ -88,8 +88,10 @@ def grid_of(mask: Mask, sizes: LeafSizes) -> Grid:
             chunks, numbers = [*chunks, *gaps], [*numbers, *(0 for _ in gaps)]
         end = run.hi
         size, first = sizes.of(len(run)), 0 if number == len(runs) else _first(home, number)
-        several = min(len(run), max(1, (len(run) + size // 2) // size))
-        for lo, hi in pairwise([*(run.lo + size * at for at in range(several)), run.hi]):
+        cuts = [*range(run.lo, run.hi, size)]
+        if len(cuts) > 1 and 2 * (run.hi - cuts[-1]) < size:
+            cuts.pop()
+        for lo, hi in pairwise((*cuts, run.hi)):
             chunks.append(Span(lo, hi))
             numbers.append(counts[first])
             counts[first] += 1

@@ -59,8 +59,8 @@ class Moves:
         self, x: torch.Tensor, group: dist.ProcessGroup | None = None, fill: float = 0, over: Channel | None = None
     ) -> torch.Tensor:
         """Return rows by the group's connections, or those of `over`, `fill` where nobody sends. x: (rows, ...)."""
-        kept = self.kept(x, fill=fill)
-        result = self.placed(kept, self.exchanged(x.index_select(0, self.before.away), group, over))
+        rows = self.place_own(x, fill=fill)
+        result = self.place_others(rows, self.exchanged(x.index_select(0, self.before.away), group, over))
         return result if over is None else over.spoiled(result)[0]
 
     def exchanged(
@@ -75,10 +75,10 @@ class Moves:
             dist.all_to_all_single(*given, group=group)
         return incoming
 
-    def kept(self, x: torch.Tensor, dim: int = 0, fill: float = 0) -> torch.Tensor:
-        """Return the rows after the move before others have come; x itself where rows are summed. dim: of the rows.
+    def place_own(self, x: torch.Tensor, dim: int = 0, fill: float = 0) -> torch.Tensor:
+        """Return the rows after the move, before those of other ranks have come. dim: of the rows.
 
-        A device works on it while the host prepares the exchange.
+        A device works on them while the host prepares the exchange. Where rows are summed, return x.
         """
         after, shape = self.after, list(x.shape)
         shape[dim] = after.length
@@ -89,9 +89,9 @@ class Moves:
             return x.new_full(shape, fill).index_copy_(dim, after.kept, kept)
         return x.index_select(dim, after.source) if self.before.length else x.new_empty(shape)
 
-    def placed(self, kept: torch.Tensor, came: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Return the rows after the move, of `kept` and of those that came."""
-        return self._sum(kept, came, dim) if self.after.shared else kept.index_copy_(dim, self.after.away, came)
+    def place_others(self, rows: torch.Tensor, came: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Return all rows after the move. rows: of `place_own`. came: of other ranks."""
+        return self._sum(rows, came, dim) if self.after.shared else rows.index_copy_(dim, self.after.away, came)
 
     def _sum(self, x: torch.Tensor, came: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the sum of the rows of all ranks at each place, added in rank order."""

@@ -32,8 +32,8 @@ def exchanged(every: list[Moves], rows: list[torch.Tensor], fill: float) -> list
         came = torch.cat([theirs[rank] for theirs in sent])
         assert len(came) == sum(moves.after.counts)
         assert moves.after.counts[rank] == len(sent[rank][rank]) == 0
-        found.append(moves.placed(moves.kept(x, fill=fill), came))
-        turned = moves.placed(moves.kept(x.movedim(0, 1), 1, fill), came.movedim(0, 1), 1)
+        found.append(moves.place_others(moves.place_own(x, fill=fill), came))
+        turned = moves.place_others(moves.place_own(x.movedim(0, 1), 1, fill), came.movedim(0, 1), 1)
         assert turned.is_contiguous()
         assert torch.equal(turned.movedim(1, 0), found[-1])
     return found
