@@ -98,9 +98,8 @@ def sparse_attn(
         exchange = whole.exchange("attention over chosen keys", facts, q.device)
     kv = (k if v is None else torch.cat([k, v], 3)).flatten(0, 1)
     width = values.shape[3]
-    call = _SparseCall(
-        exchange, whole.keys(q.device), scale, (0, width) if latent else (q.shape[3], q.shape[3] + width)
-    )
+    first = 0 if latent else q.shape[3]
+    call = _SparseCall(exchange, whole.keys(q.device), scale, (first, first + width))
     frame, known = active_frame(), None
     if frame is not None and not frame.recording:
         COUNTERS.reused += 1

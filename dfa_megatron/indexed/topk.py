@@ -121,9 +121,8 @@ def check_index(index_q: torch.Tensor, index_k: torch.Tensor, weights: torch.Ten
     if len(kinds) > 1 or not floats or weights.device != index_q.device:
         named = {"index_q": index_q, "index_k": index_k, "weights": weights}
         what = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in named.items())
-        raise UnsupportedError(
-            what, "both are of one floating dtype, on one device with weights", "index_k.to(index_q)"
-        )
+        why = "both are of one floating dtype, on one device with weights"
+        raise UnsupportedError(what, why, "index_k.to(index_q)")
 
 
 class ScoreBlock(NamedTuple):
