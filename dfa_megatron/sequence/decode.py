@@ -71,7 +71,7 @@ def decode_attn_func(
         request = Request(softmax_scale=given, softcap=softcap, causal=True)
         scale = request.softmax_scale
         asked = f"softmax_scale={scale}, softcap={softcap}, sinks={sinks is not None}"
-        kind = _kind(tuple(q.shape), v_cache.shape[3], q.dtype, asked)
+        kind = _kind(tuple(q.shape), tuple(v_cache.shape[2:]), q.dtype, asked)
         starts = (0,) * q.shape[0] if starts is None else starts
     with without_autocast(), over.running(kind, q.device) if over is not None and over.verified else nullcontext():
         out, lse = _partial(kernel, q, (k_cache, v_cache), starts, (scale, softcap))
@@ -85,8 +85,8 @@ def decode_attn_func(
 
 
 @lru_cache(maxsize=256)
-def _kind(shape: tuple[int, ...], width: int, dtype: torch.dtype, asked: str) -> Kind:
-    return Kind.of(f"decoding for queries {shape}, values of {width}, {dtype}, {asked}")
+def _kind(shape: tuple[int, ...], values: tuple[int, ...], dtype: torch.dtype, asked: str) -> Kind:
+    return Kind.of(f"decoding for queries {shape}, values of {values}, {dtype}, {asked}")
 
 
 def _merged(outs: torch.Tensor, lses: torch.Tensor) -> Partial:
