@@ -62,9 +62,9 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_419,
     "sequence": 418,
-    "tests": 37_153,
+    "tests": 37_156,
     "top": 1_946,
-    "trees": 316,
+    "trees": 315,
 }
 """Lines of Python in a folder of the package, in its files beside them ("top"), in tests, docs and benchmarks.
 
