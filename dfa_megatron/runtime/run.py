@@ -186,7 +186,7 @@ def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[
     """Return the transport, and the memory that receives messages."""
     over, transport = prepared.over, _MOVES_NOTHING
     if over is not None and prepared.ranks > 1:
-        transport = over.transports.reserve(device, prepared.transport, prepared.arena_bytes)
+        transport = over.transports.get(device, prepared.transport)
         over.calls.where = transport.where
     return transport, transport.arena(memory.arena_bytes, device)
 
