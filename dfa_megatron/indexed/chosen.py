@@ -16,8 +16,8 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.indexed.whole import MEMORY, Whole, kernels_for, scale_of
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.kernels.adapters import cudnn_sparse
-from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, without_autocast
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.language.layout import Layout

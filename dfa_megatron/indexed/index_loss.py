@@ -25,7 +25,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.indexed.chosen import check_positions, probabilities
 from dfa_megatron.indexed.topk import blocks, check_index, scores_of
 from dfa_megatron.indexed.whole import MEMORY, Whole, kernels_for, scale_of
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, without_autocast
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.recurrence.functions import dist_scan

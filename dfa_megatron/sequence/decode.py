@@ -13,7 +13,7 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Partial, accumulator_dtype
+from dfa_megatron.kernels import BlockCall, BlockKernel, Need, Partial, accumulator_dtype
 from dfa_megatron.kernels.leaf import without_autocast
 from dfa_megatron.kernels.merge import weights_of
 from dfa_megatron.kernels.segments import Segments
