@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.loss.head import Head
 
