@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import plain
+from dfa_megatron.runtime.comm.groups import resolve
 
 TILE = 4096
 """Tokens of a tile where nobody says; fewer make the product with the weight's gradient slow."""
@@ -25,7 +26,7 @@ class Head:
     Attributes:
         weight: (rows, hidden size), this rank's rows of the vocabulary.
         bias: (rows,), or None.
-        group: the ranks that share the vocabulary, in the order of its rows; None: this rank has all rows.
+        group: the ranks that share the vocabulary, in its order, or their mesh or name; None: this rank has all rows.
         sequence_parallel: each rank of the group has 1/TP of the tokens, in order. A tile gathers its tokens.
             Otherwise all ranks have all tokens, and the gradient of the hidden states is summed over the group.
         partition: the rows of every rank of the group; they may differ. None: the host reads them at every call.
@@ -41,6 +42,8 @@ class Head:
 
     def __post_init__(self) -> None:
         """Refuse factors that are no numbers, to which no gradient would come, and those that make all logits 0."""
+        if self.group is not None:
+            object.__setattr__(self, "group", resolve(self.group))
         for name, value in {"scale": self.scale, "softcap": 1 if self.softcap is None else self.softcap}.items():
             is_number = type(plain(value)) in (int, float) and 0 < (abs(value) if name == "scale" else value) < math.inf
             if not is_number:

@@ -111,10 +111,8 @@ class Tiled(torch.autograd.Function):
         rows, shards = hidden.shape[0], tiling.head.shards
         by_shard = torch.cat([gradient, result]).view(8, shards, rows)
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        sums = (
-            weight.new_zeros(weight.shape, dtype=accumulator_dtype(weight.dtype)) if of_weight else None,
-            weight.new_zeros(weight.shape[0], dtype=accumulator_dtype(weight.dtype)) if of_bias else None,
-        )
+        wide, needed = accumulator_dtype(weight.dtype), ((weight.shape, of_weight), (weight.shape[:1], of_bias))
+        sums = [weight.new_zeros(shape, dtype=wide) if asked else None for shape, asked in needed]
         d_hidden = torch.empty_like(hidden) if of_hidden else None
         for cut in tiling.cuts(rows):
             x = tiling.gathered(hidden[cut])
@@ -136,8 +134,7 @@ def best(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest logit of each token and its row on this rank, (tokens,) each; no autograd."""
     shape = tiling.head.shards, hidden.shape[0]
-    highs = hidden.new_empty(shape, dtype=accumulator_dtype(hidden.dtype))
-    rows = hidden.new_empty(shape, dtype=torch.int64)
+    highs, rows = (hidden.new_empty(shape, dtype=x) for x in (accumulator_dtype(hidden.dtype), torch.int64))
     with torch.no_grad():
         for cut in tiling.cuts(hidden.shape[0]):
             high, row = tiling.logits(tiling.gathered(hidden[cut]), weight, bias).max(dim=-1)

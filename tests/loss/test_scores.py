@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.memory_account import HeadMemory, head_bytes
 from dfa_megatron import shard_sequence
@@ -177,7 +178,7 @@ def test_the_page_of_the_loss_shows_the_predicted_bytes() -> None:
 
 @over_ranks(2, 3, timeout=120)
 def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_numbers_of_one(rank: int, world_size: int) -> None:
-    group = dist.group.WORLD
+    group: Any = init_device_mesh("cpu", (world_size,))
     hidden, weight, bias, labels = drawn()
     partition = {2: (20, 3), 3: (5, 1, 17)}[world_size]
     mine = slice(sum(partition[:rank]), sum(partition[: rank + 1]))
