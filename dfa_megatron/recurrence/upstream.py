@@ -243,8 +243,11 @@ def dist_mamba1(
     return out if z is None else out * F.silu(z), final.squeeze(3)
 
 
-def _drops_gradient(function: Callable[..., Any]) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("mamba_ssm")
+def _drops_gradient(function: Any) -> bool:
+    """Return whether a function is mamba-ssm's, or calls it: transformers' dispatchers hold it in a closure."""
+    inside = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+    own = str(getattr(function, "__module__", "")).startswith("mamba_ssm")
+    return own or any(map(_drops_gradient, filter(callable, inside)))
 
 
 def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
