@@ -58,7 +58,7 @@ BUDGETS = {
     "megatron": 3_918,
     "plan": 5_593,
     "proving": 720,
-    "recurrence": 1_403,
+    "recurrence": 1_405,
     "remat": 485,
     "runtime": 5_362,
     "sequence": 418,

@@ -245,9 +245,11 @@ def dist_mamba1(
 
 def _drops_gradient(function: Any) -> bool:
     """Return whether a function is mamba-ssm's, or calls it: transformers' dispatchers hold it in a closure."""
-    inside = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
-    own = str(getattr(function, "__module__", "")).startswith("mamba_ssm")
-    return own or any(map(_drops_gradient, filter(callable, inside)))
+    inside = [function]
+    for each in inside:  # which grows
+        cells = getattr(each, "__closure__", None) or ()
+        inside += [x for x in (cell.cell_contents for cell in cells) if callable(x) and x not in inside]
+    return any(str(getattr(each, "__module__", "")).startswith("mamba_ssm") for each in inside)
 
 
 def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:
