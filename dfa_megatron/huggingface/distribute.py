@@ -92,30 +92,24 @@ def distribute_attention(
     decoder, scores = inner.get_decoder(), classifies(inner)
     if known is None:
         _hook(decoder if scores else inner, decoder)
-    if scores:
-        join_scores(inner, context)
+        if scores:
+            join_scores(inner)
     for module in (inner, decoder):
         setattr(module, CONTEXT, context)
+        follow_router(type(module).forward)
     adopt(inner, context, attentions)
-    follow_router(type(inner).forward)
     set_tile(inner, options)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
-
-
-def _attention_of(model: Any) -> str:
-    """Return the attention implementation of a model's text."""
-    name: str = model.config.get_text_config()._attn_implementation
-    return name
 
 
 def _set_attention(model: Any) -> None:
     """Give a model's text the attention implementation `dfa`, which also serves what is local; towers keep theirs."""
     config, text = model.config, model.config.get_text_config()
     field = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
-    if _attention_of(model) != NAME:
+    if text._attn_implementation != NAME:
         model.set_attn_implementation(NAME if text is config else {field: NAME})
-    if _attention_of(model) != NAME:  # transformers only warns
+    if text._attn_implementation != NAME:  # transformers only warns
         raise UnsupportedError(
             kind_of(model),
             "its layers compute attention in code of their own, whatever implementation is set",
@@ -131,7 +125,7 @@ def _copy_configs(model: Any, inner: Any) -> str:
     """
     from transformers import PretrainedConfig
 
-    before = _attention_of(inner)
+    before: str = inner.config.get_text_config()._attn_implementation
     copies: dict[int, Any] = {}
     for module in model.modules():
         for name, value in [*vars(module).items()]:
@@ -154,8 +148,7 @@ def _hook(inner: Any, decoder: Any) -> None:
 @contextmanager
 def local_attention(model: torch.nn.Module) -> Iterator[None]:
     """Give the model its former attention for a while: whole sequences on one rank, caches, generation."""
-    inner = transformers_model(model)
-    context: LayerContext | None = getattr(inner, CONTEXT, None)
+    context: LayerContext | None = getattr(transformers_model(model), CONTEXT, None)
     with nullcontext() if context is None else for_a_while(context, local=True):
         yield
 

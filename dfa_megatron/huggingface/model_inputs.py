@@ -137,10 +137,8 @@ def finish(model: Any, args: Any, output: Any) -> Any:
     forward = forward_of(model)
     named, indexers = isinstance(output, Mapping), whole_loss(forward)
     forward.context.indexer_loss = indexers
-    if forward.labelled is None:
-        return None
     loss: torch.Tensor | None = output.get("loss") if named else output[0]
-    if loss is None:
+    if forward.labelled is None or loss is None:
         return None
     total = as_whole(loss, forward.context.group) if forward.context.size > 1 else loss
     if indexers is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.fuzz.frameworks.steps import check_each
 from tests.huggingface import rows
 from tests.huggingface.one_process import assert_same, total_loss
 from tests.support.close import assert_close
-from tests.support.models import build, gradients, text
+from tests.support.models import build, gradients, text, with_noise
 from tests.support.workers import over_ranks, run_each
 
 PACK = text(1, 12, seed=3) | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
@@ -203,3 +204,49 @@ def test_a_copy_of_a_model_is_distributed_as_well() -> None:
     dfa_hf.distribute_attention(other, config=TrainingConfig(checkpoint="remat"))  # once more: hooks are not doubled
     assert len(other.model._forward_pre_hooks) == 1
     assert torch.equal(other(**batch).loss, model(**batch).loss)
+
+
+def classifier(kind: str, head: str, *, first: bool = True) -> Any:
+    """A classifier of sequences; what becomes of its head does so before or after it is distributed, if it is."""
+    peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
+    config = build(kind, pad_token_id=0, num_labels=3).config
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
+    model = model if first else dfa_hf.distribute_attention(model)
+    if head == "another":
+        model.score = torch.nn.Linear(config.hidden_size, 3, bias=False)
+    elif head in ADAPTERS:
+        model = peft.get_peft_model(model, peft.LoraConfig(**ADAPTERS[head]))
+    return with_noise(model)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "a copy that PEFT trains": {"target_modules": ["q_proj"], "task_type": "SEQ_CLS"},
+    "one with an adapter": {"target_modules": ["q_proj", "score"]},
+}
+
+
+def classes(seed: int, longest: int) -> dict[str, torch.Tensor]:
+    """Rows whose last tokens may be any rank's."""
+    mask = (torch.arange(11) < torch.arange(longest - 3, longest + 1)[:, None]).long()
+    ids = text(4, 11, seed)["input_ids"].clamp(min=1) * mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(4) % 3}
+
+
+@over_ranks(2, timeout=150)
+def test_scores_are_of_whole_rows_whatever_becomes_of_the_head(rank: int, ranks: int) -> None:
+    for kind, head in itertools.product(("Llama", "Mixtral"), ("its own", "another", *ADAPTERS)):
+        want, first = classifier(kind, head), dfa_hf.distribute_attention(classifier(kind, head))
+        later = classifier(kind, head, first=False)
+        with pytest.raises(IndexError):
+            later(input_ids=torch.full((1, 11), 99))
+        for model, longest in itertools.product((first, later, copy.deepcopy(later)), (4, 11)):
+            found, wanted = (each(**classes(longest, longest)) for each in (model, want))
+            assert_close(found.logits, wanted.logits, tolerance=2e-5, name=f"{kind} {head}")
+            for each, loss in ((model, found.loss), (want, wanted.loss)):
+                each.zero_grad()
+                loss.backward()
+            mine = {name: gradient / ranks for name, gradient in gradients_of(model, None).items()}
+            assert_same(mine, gradients(want), f"{kind} {head}", 2e-5)
+            with dfa_hf.local_attention(model):
+                found, wanted = (each(**classes(rank, 5 + rank)).logits for each in (model, want))
+            assert_close(found, wanted, tolerance=2e-5, name=f"{kind} {head}, alone")
