@@ -87,6 +87,8 @@ def distribute_attention(
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
     context = known or LayerContext(_copy_configs(model, inner), multimodal=is_multimodal(inner))
+    if context.group != name:  # the ranks of another one have compared their weights
+        context = replace(context, compared=())
     _set_attention(inner)
     context = replace(context, group=name, size=group_size(name), options=options, unlisted=unlisted, local=False)
     decoder, scores = inner.get_decoder(), classifies(inner)
@@ -142,6 +144,7 @@ def _hook(inner: Any, decoder: Any) -> None:
     inner.register_forward_hook(inputs.finish)
     for module in {inner, decoder}:
         module.register_forward_hook(leave, always_call=True)
+    decoder.register_load_state_dict_post_hook(inputs.compare_again)
     embedded.hook(decoder)
 
 

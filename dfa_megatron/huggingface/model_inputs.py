@@ -93,6 +93,11 @@ def _changed(model: Any, context: LayerContext) -> bool:
     return not known or (len(known) < 2 and torch.is_grad_enabled() and changes(model) not in known)
 
 
+def compare_again(decoder: Any, *_: Any) -> None:
+    """Forget that the ranks have compared their weights, because others were loaded."""
+    getattr(decoder, CONTEXT).compared = ()
+
+
 def _read(model: Any, given: Arguments) -> tuple[Arguments, Forward]:
     """Return the arguments for a model, or for a decoder that is called alone, and the forward of a whole batch."""
     context: LayerContext = getattr(model, CONTEXT)
