@@ -86,12 +86,15 @@ def distribute_attention(
     if options.fixed_degree > 1:  # "auto" takes one that divides
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
+    decoder, scores = inner.get_decoder(), classifies(inner)
+    if known is None and hasattr(decoder, CONTEXT):
+        what = f"a {type(inner).__name__} around a decoder that is distributed already"
+        raise UnsupportedError(what, "its batches would be cut twice", "distribute_attention of one of the two alone")
     context = known or LayerContext(_copy_configs(model, inner), multimodal=is_multimodal(inner))
     if context.group != name:  # the ranks of another one have compared their weights
         context = replace(context, compared=())
     _set_attention(inner)
     context = replace(context, group=name, size=group_size(name), options=options, unlisted=unlisted, local=False)
-    decoder, scores = inner.get_decoder(), classifies(inner)
     if known is None:
         _hook(decoder if scores else inner, decoder)
         if scores:
@@ -200,11 +203,8 @@ def transformers_model(model: torch.nn.Module) -> Any:
     found = list(dict.fromkeys(_outermost(model)))
     kind, kinds = type(model).__name__, ", ".join(type(each).__name__ for each in found)
     if not found:
-        raise UnsupportedError(
-            f"a model of type {kind}",
-            "no transformers model was found in it",
-            "a transformers causal language model; elsewhere, dfa_megatron.DistFlashAttention",
-        )
+        instead = "a transformers causal language model; elsewhere, dfa_megatron.DistFlashAttention"
+        raise UnsupportedError(f"a model of type {kind}", "no transformers model was found in it", instead)
     if len(found) > 1:
         raise UnsupportedError(
             f"several transformers models in one module, a {kind} with {kinds}",

@@ -60,6 +60,9 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
     """
     context: LayerContext = getattr(model, CONTEXT)
     check_adapters(model)  # which may be added later than attention is distributed
+    if getattr(model.get_decoder(), CONTEXT, None) is not context:
+        what = f"a {type(model).__name__} whose decoder was replaced, or distributed by itself, since"
+        raise UnsupportedError(what, "it would not know the documents of a batch", "distribute_attention of the model")
     if not knows_all(model, context):  # layers were copied or replaced
         adopt(model, context, check_model(model, unlisted=context.unlisted))
     if torch.is_grad_enabled():

@@ -206,47 +206,52 @@ def test_a_copy_of_a_model_is_distributed_as_well() -> None:
     assert torch.equal(other(**batch).loss, model(**batch).loss)
 
 
-def classifier(kind: str, head: str, *, first: bool = True) -> Any:
-    """A classifier of sequences; what becomes of its head does so before or after it is distributed, if it is."""
+def test_a_decoder_belongs_to_one_distributed_model_or_a_call_says_so() -> None:
+    model, other = dfa_hf.distribute_attention(build("Llama")), classifier("Llama", None)
+    want, other.model = model(**PACK).loss, model.model
+    with pytest.raises(UnsupportedError, match="around a decoder that is distributed already"):
+        dfa_hf.distribute_attention(other)
+    dfa_hf.distribute_attention(model.model)
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM whose decoder was replaced, or distributed"):
+        model(**PACK)
+    assert torch.equal(dfa_hf.distribute_attention(model)(**PACK).loss, want)
+
+
+HEADS = (None, {}, {"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}, {"target_modules": ["q_proj", "score"]})
+
+
+def classifier(kind: str, head: dict[str, Any] | None, *, first: bool = True) -> Any:
+    """A classifier, whose head is replaced, or gets PEFT's copy or adapter, before or after it is distributed."""
     peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
-    config = build(kind, pad_token_id=0, num_labels=3).config
-    model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(build(kind, pad_token_id=0, num_labels=3).config)
     model = model if first else dfa_hf.distribute_attention(model)
-    if head == "another":
-        model.score = torch.nn.Linear(config.hidden_size, 3, bias=False)
-    elif head in ADAPTERS:
-        model = peft.get_peft_model(model, peft.LoraConfig(**ADAPTERS[head]))
+    if head:
+        model = peft.get_peft_model(model, peft.LoraConfig(**head))
+    elif head is not None:
+        model.score = torch.nn.Linear(model.config.hidden_size, 3, bias=False)
     return with_noise(model)
 
 
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "a copy that PEFT trains": {"target_modules": ["q_proj"], "task_type": "SEQ_CLS"},
-    "one with an adapter": {"target_modules": ["q_proj", "score"]},
-}
-
-
 def classes(seed: int, longest: int) -> dict[str, torch.Tensor]:
-    """Rows whose last tokens may be any rank's."""
-    mask = (torch.arange(11) < torch.arange(longest - 3, longest + 1)[:, None]).long()
-    ids = text(4, 11, seed)["input_ids"].clamp(min=1) * mask
-    return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(4) % 3}
+    mask = (torch.arange(11) < torch.arange(longest - 3, longest + 1)[:, None]).long()  # the last may be any rank's
+    ids = text(4, 11, seed)["input_ids"].clamp(min=1)
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.arange(4) % 3}
 
 
 @over_ranks(2, timeout=150)
 def test_scores_are_of_whole_rows_whatever_becomes_of_the_head(rank: int, ranks: int) -> None:
-    for kind, head in itertools.product(("Llama", "Mixtral"), ("its own", "another", *ADAPTERS)):
-        want, first = classifier(kind, head), dfa_hf.distribute_attention(classifier(kind, head))
-        later = classifier(kind, head, first=False)
+    for kind, head in itertools.product(("Llama", "Mixtral"), HEADS):
+        want, later = classifier(kind, head), classifier(kind, head, first=False)
         with pytest.raises(IndexError):
             later(input_ids=torch.full((1, 11), 99))
-        for model, longest in itertools.product((first, later, copy.deepcopy(later)), (4, 11)):
+        models = dfa_hf.distribute_attention(classifier(kind, head)), later, copy.deepcopy(later)
+        for model, longest in itertools.product(models, (4, 11)):
             found, wanted = (each(**classes(longest, longest)) for each in (model, want))
             assert_close(found.logits, wanted.logits, tolerance=2e-5, name=f"{kind} {head}")
-            for each, loss in ((model, found.loss), (want, wanted.loss)):
-                each.zero_grad()
-                loss.backward()
-            mine = {name: gradient / ranks for name, gradient in gradients_of(model, None).items()}
-            assert_same(mine, gradients(want), f"{kind} {head}", 2e-5)
+            model.zero_grad()
+            want.zero_grad()
+            torch.autograd.backward((found.loss / ranks, wanted.loss))
+            assert_same(gradients_of(model, None), gradients(want), f"{kind} {head}", 2e-5)
             with dfa_hf.local_attention(model):
                 found, wanted = (each(**classes(rank, 5 + rank)).logits for each in (model, want))
             assert_close(found, wanted, tolerance=2e-5, name=f"{kind} {head}, alone")
