@@ -19,17 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
+from benchmarks.attention.ablation import as_it_stands
 from benchmarks.attention.clock import once
 from benchmarks.bench import Call, Flags, benchmark, flags_of, share_gpus
 from benchmarks.programs import Tensors, both_phases, draw, passes, prepare
 from dfa_megatron import DistAttentionConfig, dist_flash_attn_func
 from dfa_megatron.doctor.world import World
 from dfa_megatron.flags import flag
-from dfa_megatron.runtime import run
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             timed: dict[str, list[float]] = {"bound": [], "unbound": []}
             for _ in range(shapes.rounds):
                 timed["bound"].append(host_ms(call, shapes.calls, world))
-                with mock.patch.object(run, "measured", lambda transport: transport):  # runs as it stands
+                with as_it_stands():
                     timed["unbound"].append(host_ms(call, shapes.calls, world))
             row = {way: statistics.median(ms) for way, ms in timed.items()}
             report.add({"case": name, "world": world.size, **row})

@@ -100,7 +100,6 @@ def dist_flash_attn_func(
     return (out, lse) if return_lse else out
 
 
-@outside_graphs  # a graph per pack would be compiled
 def dist_flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -268,14 +267,15 @@ _request = lru_cache(maxsize=256, typed=True)(lambda _window, **asked: Request(*
 """The same object for equal calls: comparing it with itself takes no time. The window's text has its types."""
 
 _attend_outside_graphs = outside_graphs(_attend)
-"""For masks, layouts and plans, which Dynamo cannot take as constants: a break in the graph."""
+"""For masks, documents, layouts and plans, which Dynamo cannot take as constants: a break in the graph."""
 
 
 def _traced(
     inputs: Inputs, group: Group, config: DistAttentionConfig, unknown: Collection[str], asked: dict[str, Any]
 ) -> Pair:
     """Return the operator's results. Dynamo takes the options of a config as constants, but not a config."""
-    if unknown or not isinstance(asked["layout"], str) or asked["mask"] is not None or asked["plan"] is not None:
+    given = any(asked.get(name) is not None for name in ("mask", "plan", "cu_seqlens"))
+    if unknown or given or not isinstance(asked["layout"], str):
         out, lse = _attend_outside_graphs(inputs, group, config, unknown, **asked)
         return out, lse
     options = tuple(_constant(getattr(config, name)) for name in OPTIONS)

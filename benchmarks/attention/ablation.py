@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 from unittest import mock
 
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.comm.transport import Recv, Sends, Transport
+from dfa_megatron.runtime.execute.memory import Fields, MemoryPlan
+from dfa_megatron.runtime.prepare import Prepared
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +26,20 @@ def ablation(name: Ablation) -> Iterator[None]:
     """
     if name == "no_communication":
         logger.warning("communication is left out: every distributed attention gives wrong results")
-    measured = {"none": None, "no_overlap": _InTurn, "no_communication": lambda _: Transport()}[name]
-    with mock.patch.object(run, "measured", measured):
+    driven = {"no_overlap": as_it_stands(_InTurn), "no_communication": as_it_stands(lambda _: Transport())}
+    with driven.get(name, nullcontext()):
+        yield
+
+
+@contextmanager
+def as_it_stands(drive: Callable[[Transport], Transport] = lambda transport: transport) -> Iterator[None]:
+    """Run every attention inside without replays. drive: returns what drives the messages in place of a transport."""
+
+    def run_it(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
+        transport, arena = run._way(prepared, memory, inputs[0].device)
+        return run._run(prepared, memory, inputs, arena, drive(transport))
+
+    with mock.patch.object(run, "_run_or_replay", run_it):
         yield
 
 

@@ -21,7 +21,7 @@ from dfa_megatron import kernels
 from dfa_megatron.attention import dist_flash_attn_func
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.doctor.world import World
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
+from dfa_megatron.kernels import BlockCall, BlockKernel, Need, Saved
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 from dfa_megatron.runtime.prepare import Prepared, in_use

@@ -35,9 +35,9 @@ from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask, documents
 from dfa_megatron.runtime.comm.groups import channel_of
 from dfa_megatron.runtime.comm.transport import Recv, Send, Transport
-from dfa_megatron.runtime.counters import QUIET, describe
+from dfa_megatron.runtime.counters import HOW
 from dfa_megatron.runtime.cuda_driver import Copy
-from dfa_megatron.runtime.prepare import in_use
+from dfa_megatron.runtime.prepare import QUIET, in_use
 from dfa_megatron.sharding import layout_of_tokens, positions_of
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def timed(long: Trial, world: World, ready: Callable[[], object], repetitions: i
     return {
         "kernel": prepared.kernel.name,
         "schedule": prepared.plan.schedule,
-        "transport": describe(prepared, world.device)["transport"],
+        "transport": HOW["transport"],
         "seconds": world.slowest([statistics.median(times[2:])])[0],
         "bytes_per_second": _rates(world),
     }

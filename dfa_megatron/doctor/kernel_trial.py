@@ -18,8 +18,7 @@ import torch
 from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.doctor.world import stopwatch
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels import KERNELS, get, select
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
+from dfa_megatron.kernels import KERNELS, BlockCall, BlockKernel, Need, Saved, get, select
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Form, Segment, form_of
 from dfa_megatron.plan.language.mask import Mask
@@ -47,7 +46,7 @@ TrialTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One attention; sizes as in `kernels.api`."""
+    """One attention; sizes as in `dfa_megatron.kernels`."""
 
     q_len: int
     kv_len: int

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,9 +123,19 @@ def _replacing(name: str, real: Real) -> Real:
         given.pop("kwargs", None)
         reach(name)
         with in_layer(call.owner):
-            return STANDS_IN[name](real, options_of(forward), given)
+            return STANDS_IN[name](_by_place(real, [*signature.parameters][: len(args)]), options_of(forward), given)
 
     return replaced
+
+
+def _by_place(real: Real, names: Sequence[str]) -> Real:
+    """Return a function that hands these arguments over by place: packages that transformers calls name them anew."""
+
+    @functools.wraps(real)
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        return real(*args, *(kwargs.pop(name) for name in names[len(args) :]), **kwargs)
+
+    return placed
 
 
 def options_of(forward: Forward) -> Arguments:

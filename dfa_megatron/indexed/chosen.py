@@ -16,8 +16,8 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.indexed.whole import MEMORY, Whole, kernels_for, scale_of
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.kernels.adapters import cudnn_sparse
-from dfa_megatron.kernels.api import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, without_autocast
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.language.layout import Layout
@@ -98,9 +98,8 @@ def sparse_attn(
         exchange = whole.exchange("attention over chosen keys", facts, q.device)
     kv = (k if v is None else torch.cat([k, v], 3)).flatten(0, 1)
     width = values.shape[3]
-    call = _SparseCall(
-        exchange, whole.keys(q.device), scale, (0, width) if latent else (q.shape[3], q.shape[3] + width)
-    )
+    first = 0 if latent else q.shape[3]
+    call = _SparseCall(exchange, whole.keys(q.device), scale, (first, first + width))
     frame, known = active_frame(), None
     if frame is not None and not frame.recording:
         COUNTERS.reused += 1

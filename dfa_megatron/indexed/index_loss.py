@@ -25,7 +25,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.indexed.chosen import check_positions, probabilities
 from dfa_megatron.indexed.topk import blocks, check_index, scores_of
 from dfa_megatron.indexed.whole import MEMORY, Whole, kernels_for, scale_of
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs, without_autocast
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
@@ -90,10 +90,12 @@ def index_loss(
         facts = facts_of_tokens(index_q, 1) | {"gradient": f"{trains}", "scale": f"{scale}", "all": f"{chosen is None}"}
         if heads_of is not None:
             here, told = torch.device("cpu"), facts | {"valid": "all" if valid is None else "some"}
+            told |= {"heads of a key": f"{q.shape[2] // k.shape[2]}", "topk": f"{chosen is None or chosen.shape[1]}"}
             beside = replace(whole, over=sharing)
             with beside.exchange("the loss of an indexer, between ranks that share heads", told, here).running(0, here):
                 pass  # they have met, before they wait for one another on a device
-        facts |= {"heads": f"{q.shape[2]}", "keys": f"{tuple(k.shape[2:])}"}
+        facts |= {"q": f"{tuple(q.shape[2:])}", "keys": f"{tuple(k.shape[2:])}"}
+        facts["dtypes"] = ", ".join(f"{x.dtype}" for x in (weights, q, lse))
         exchange = whole.exchange("the loss of an indexer", facts, device)
     seen = torch.ones(index_q.shape[:2], dtype=torch.bool, device=device) if valid is None else valid
     attention = q.detach().flatten(0, 1), k.detach().flatten(0, 1), lse.detach().transpose(1, 2).flatten(0, 1)
@@ -165,21 +167,21 @@ class _IndexLoss(torch.autograd.Function):
             served = not dense and None not in (kernels_for(index_q, adds=True), kernels_for(call.q))
             sums = (_KernelSums if served else _Sums)(rows, every, call)
             sums.add(trains)
-            count = sums.count if over is None else torch.stack(over.gather(sums.count)).sum(0)
-            count = count.clamp(min=1)
+            count = (sums.count if over is None else torch.stack(over.gather(sums.count)).sum(0)).clamp(min=1)
             if trains:
                 dq, dw = sums.dq / count, sums.dw / count
                 if dense:
                     dq, dw = (moved.back().run(x, over=over) for x in (dq, dw))
                 dk = keys.back().run(sums.dk / count, over=over)
-                ctx.save_for_backward(dq.to(index_q.dtype), dk.to(index_k.dtype), dw.to(weights.dtype))
+                kept = [torch.promote_types(x.dtype, torch.bfloat16) for x in (index_q, index_k, weights)]
+                # Float16 has no room for a factor that scales losses, nor for what it scales: it becomes float32.
+                ctx.save_for_backward(*map(torch.Tensor.to, (dq, dk, dw), kept))
         return (sums.loss / count)[0]
 
     @staticmethod
     @differentiable_once("the loss of an indexer", 0, 1, 2)
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dq, dk, dw = (x * gradient.to(x.dtype) for x in ctx.saved_tensors)
-        return dq, dk, dw, None, None
+        return *(x * gradient.to(x.dtype) for x in ctx.saved_tensors), None, None  # which autograd rounds
 
 
 class _KeyGroup(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.indexed.whole import MEMORY, ROWS, Whole, kernels_for
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.kernels.leaf import outside_graphs, without_autocast
 from dfa_megatron.kernels.segments import visible
 from dfa_megatron.plan.language.geometry import Span
@@ -121,9 +121,8 @@ def check_index(index_q: torch.Tensor, index_k: torch.Tensor, weights: torch.Ten
     if len(kinds) > 1 or not floats or weights.device != index_q.device:
         named = {"index_q": index_q, "index_k": index_k, "weights": weights}
         what = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in named.items())
-        raise UnsupportedError(
-            what, "both are of one floating dtype, on one device with weights", "index_k.to(index_q)"
-        )
+        why = "both are of one floating dtype, on one device with weights"
+        raise UnsupportedError(what, why, "index_k.to(index_q)")
 
 
 class ScoreBlock(NamedTuple):

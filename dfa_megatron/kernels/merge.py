@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dfa_megatron.kernels.api import Partial, accumulator_dtype
+from dfa_megatron.kernels import Partial, accumulator_dtype
 from dfa_megatron.kernels.current_stream import interpreted
 from dfa_megatron.kernels.segments import Rows
 from dfa_megatron.kernels.tape import unrecorded

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -91,12 +92,8 @@ class DeferredLogits:
     def __mul__(self, factor: Any) -> DeferredLogits:
         if not isinstance(factor, (int, float)):
             raise self._refused("a product with a tensor")
-        new = DeferredLogits(self._run, self._tile, self._vocabulary, self._watched)
-        new._inner, new._outer, new._capped = self._inner, self._outer, self._capped
-        if new._capped:
-            new._outer *= factor
-        else:
-            new._inner *= factor
+        new, name = copy(self), "_outer" if self._capped else "_inner"
+        setattr(new, name, getattr(self, name) * factor)
         return new
 
     __rmul__ = __mul__

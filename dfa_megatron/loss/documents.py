@@ -8,6 +8,7 @@ import torch
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.plan.language.layout import Layout, zigzag_documents
+from dfa_megatron.runtime.comm.compared import together
 from dfa_megatron.runtime.comm.groups import Group, group_size
 from dfa_megatron.runtime.cu_seqlens import CuSeqlens, check_offsets, offsets_of
 from dfa_megatron.sharding import unshard_sequence
@@ -16,6 +17,7 @@ BY_DOCUMENT = "zigzag_documents"
 """The layout of packs as Transformer Engine and Megatron cut them: every document zigzag by itself."""
 
 
+@together
 def by_document(
     values: torch.Tensor, cu_seqlens: CuSeqlens = None, *, group: Group = None, layout: str | Layout = "contiguous"
 ) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.names import plain
+from dfa_megatron.runtime.comm.groups import resolve
 
 TILE = 4096
 """Tokens of a tile where nobody says; fewer make the product with the weight's gradient slow."""
@@ -25,10 +26,10 @@ class Head:
     Attributes:
         weight: (rows, hidden size), this rank's rows of the vocabulary.
         bias: (rows,), or None.
-        group: the ranks that share the vocabulary, in the order of its rows; None: this rank has all rows.
+        group: the ranks that share the vocabulary, in its order, or their mesh or name; None: this rank has all rows.
         sequence_parallel: each rank of the group has 1/TP of the tokens, in order. A tile gathers its tokens.
             Otherwise all ranks have all tokens, and the gradient of the hidden states is summed over the group.
-        partition: the rows of every rank of the group; they may differ. None: they are gathered at every call.
+        partition: the rows of every rank of the group; they may differ. None: the host reads them at every call.
     """
 
     weight: torch.Tensor
@@ -41,6 +42,8 @@ class Head:
 
     def __post_init__(self) -> None:
         """Refuse factors that are no numbers, to which no gradient would come, and those that make all logits 0."""
+        if self.group is not None:
+            object.__setattr__(self, "group", resolve(self.group))
         for name, value in {"scale": self.scale, "softcap": 1 if self.softcap is None else self.softcap}.items():
             is_number = type(plain(value)) in (int, float) and 0 < (abs(value) if name == "scale" else value) < math.inf
             if not is_number:
@@ -58,39 +61,16 @@ class Head:
         """Return the number of ranks that share the tokens."""
         return self.ranks if self.sequence_parallel else 1
 
-    def vocabulary(self) -> tuple[int, int]:
-        """Return the vocabulary's size and the index of this rank's first row; without a partition a collective call.
+    def vocabulary(self, sizes: tuple[int, ...]) -> tuple[int, int]:
+        """Return the vocabulary's size and the index of this rank's first row, from the rows of every rank.
 
         Raises:
-            UnsupportedError: the partition does not fit the group or the weight, or a rank has no row.
+            UnsupportedError: they do not fit the group or the weight, or a rank has no row.
         """
-        mine = self.weight.shape[0]
-        if self.group is None:
-            return mine, 0
-        sizes = self.partition or self._gathered()
-        rank = self.group.rank()
+        mine, rank = self.weight.shape[0], 0 if self.group is None else self.group.rank()
         if len(sizes) != self.ranks or sizes[rank] != mine or min(sizes) < 1:
-            raise UnsupportedError(
-                f"a vocabulary cut into {sizes} over {self.ranks} ranks, with {mine} rows on rank {rank}",
-                "every rank needs rows, and the partition must say how many",
-                "the number of rows of every rank, at least 1",
-            )
+            what = f"a vocabulary cut into {sizes} over {self.ranks} ranks, with {mine} rows on rank {rank}"
+            why = "every rank needs rows, and the partition must say how many"
+            raise UnsupportedError(what, why, "the number of rows of every rank, at least 1")
         ends = [0, *accumulate(sizes)]
         return ends[-1], ends[rank]
-
-    def _gathered(self) -> tuple[int, ...]:
-        mine = torch.tensor([self.weight.shape[0]], device=self.weight.device)
-        sizes = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(sizes, mine, group=self.group)
-        return tuple(torch.cat(sizes).tolist())
-
-
-def check_tile(tile: object) -> int:
-    """Return a number of tokens.
-
-    Raises:
-        UnsupportedError: it is not an integer of at least 1.
-    """
-    if type(tile) is not int or tile < 1:
-        raise UnsupportedError(f"tile={tile!r}", "a tile is a number of tokens", f"an integer from 1, such as {TILE}")
-    return tile

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.loss.head import TILE, Head, check_tile
-from dfa_megatron.loss.tiled import ENTROPY, LABEL, LSE, TOTAL, Tiled, Tiling
+from dfa_megatron.errors import DisagreementError, UnsupportedError
+from dfa_megatron.loss.head import TILE, Head
+from dfa_megatron.loss.tiled import ENTROPY, LABEL, LSE, TOTAL, Tiled, Tiling, agree
 from dfa_megatron.names import nearest
 
 IGNORED = -100
@@ -59,7 +61,7 @@ def token_scores(
             does not fit.
         DisagreementError: the ranks of `head.group` ask for different things. Later, on a GPU, the numbers are NaN.
     """
-    result = _result(hidden, head, labels, tile, entropy=entropy, ignore_index=ignore_index)[0]
+    result = _result(hidden, head, labels, tile=tile, entropy=entropy, ignore_index=ignore_index)[0]
     label, lse = result[LABEL], result[LSE]
     logprobs = torch.where(labels.flatten() == ignore_index, 0, label - lse)
     return TokenScores(
@@ -92,13 +94,9 @@ def cross_entropy(
     Raises:
         UnsupportedError: as for `token_scores`, or an unknown reduction.
     """
-    if reduction not in REDUCTIONS:
-        raise UnsupportedError(f"reduction={reduction!r}", "there is no such value", nearest(reduction, REDUCTIONS))
-    if not 0 <= label_smoothing <= 1:
-        raise UnsupportedError(f"label_smoothing={label_smoothing}", "it is a share", "0.0 to 1.0, as in PyTorch")
-    asked = {"reduction": reduction, "ignore_index": ignore_index, "z_loss": float(z_loss)}  # a tensor names its device
-    asked["label_smoothing"] = float(label_smoothing)
-    result, vocabulary = _result(hidden, head, labels, tile, **asked)
+    asked = {"tile": tile, "reduction": reduction, "ignore_index": ignore_index}
+    asked |= {"z_loss": float(z_loss), "label_smoothing": float(label_smoothing)}  # a tensor names its device
+    result, vocabulary = _result(hidden, head, labels, **asked)
     label, lse = result[LABEL], result[LSE]
     losses = lse - label
     if label_smoothing:
@@ -112,25 +110,38 @@ def cross_entropy(
     return losses.sum() if reduction == "sum" else losses.sum() / (~ignored).sum().clamp(min=1)
 
 
-def _result(hidden: torch.Tensor, head: Head, labels: torch.Tensor, tile: int, **asked: object) -> tuple[Any, int]:
+def _result(hidden: torch.Tensor, head: Head, labels: torch.Tensor, **asked: Any) -> tuple[Any, int]:
     """Return (4, tokens) as `Tiled` does, and the size of the vocabulary. asked: what else the ranks compare."""
-    check_tile(tile)
-    _check(hidden, head, labels)
-    rows, size = labels.numel() // head.shards, hidden.shape[-1]
-    vocabulary, first = head.vocabulary()
-    hidden, weight, bias = _autocast(hidden.reshape(rows, size), head.weight, head.bias)
-    if len(kinds := dict.fromkeys(x.dtype for x in (hidden, weight, bias) if x is not None)) > 1:
-        what = f"a loss of {', '.join(map(str, kinds))}"
-        raise UnsupportedError(what, "its hidden states and head are multiplied", "one dtype, or autocast")
-    asked |= {name: getattr(head, name) for name in ("scale", "softcap", "partition")}
-    asked |= {"dtype": hidden.dtype, "gradient": torch.is_grad_enabled() and hidden.requires_grad}
-    tiling = Tiling(head, tile, first, bool(asked.get("entropy")), bool(asked.get("label_smoothing")), str(asked))
+    try:
+        _check(hidden, head, labels, asked)
+        hidden, weight, bias = tensors = _autocast(hidden, head.weight, head.bias)
+        if len(kinds := dict.fromkeys(x.dtype for x in tensors if x is not None)) > 1:
+            what = f"a loss of {', '.join(map(str, kinds))}"
+            raise UnsupportedError(what, "its hidden states and head are multiplied", "one dtype, or autocast")
+    except UnsupportedError as error:
+        with suppress(DisagreementError):  # this rank's own reason is the clearer one
+            agree(head, str(error))
+        raise
+    asked |= {name: getattr(head, name) for name in ("scale", "softcap", "partition", "sequence_parallel")}
+    asked |= {"dtype": hidden.dtype, "hidden size": hidden.shape[-1]}
+    asked["gradient"] = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
+    sizes, differs = agree(head, str(asked), f" of labels {tuple(labels.shape)}")
+    vocabulary, first = head.vocabulary(sizes)
+    tiling = Tiling(head, asked["tile"], first, bool(asked.get("entropy")), bool(asked.get("label_smoothing")), differs)
+    hidden = hidden.reshape(labels.numel() // head.shards, hidden.shape[-1])
     result: Any = Tiled.apply(hidden, weight, bias, labels.flatten(), tiling)  # type: ignore[no-untyped-call]
     return result, vocabulary
 
 
-def _check(hidden: torch.Tensor, head: Head, labels: torch.Tensor) -> None:
-    """Refuse hidden states, a head and labels that do not belong together."""
+def _check(hidden: torch.Tensor, head: Head, labels: torch.Tensor, asked: Mapping[str, Any]) -> None:
+    """Refuse options, and hidden states, a head and labels that do not belong together."""
+    tile, reduction, share = asked["tile"], asked.get("reduction", "none"), asked.get("label_smoothing", 0)
+    if type(tile) is not int or tile < 1:
+        raise UnsupportedError(f"tile={tile!r}", "a tile is a number of tokens", f"an integer from 1, such as {TILE}")
+    if reduction not in REDUCTIONS:
+        raise UnsupportedError(f"reduction={reduction!r}", "there is no such value", nearest(reduction, REDUCTIONS))
+    if not 0 <= share <= 1:
+        raise UnsupportedError(f"label_smoothing={share}", "it is a share", "0.0 to 1.0, as in PyTorch")
     weight, bias, tokens = head.weight, head.bias, [*hidden.shape[:-1]]
     tokens[:1] = [count * head.shards for count in tokens[:1]]
     shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, bias {bias if bias is None else bias.shape}"
@@ -147,6 +158,8 @@ def _check(hidden: torch.Tensor, head: Head, labels: torch.Tensor) -> None:
             "each token needs one",
             f"labels of shape {tuple(tokens)}" + (" with all tokens of the group first" if head.shards > 1 else ""),
         )
+    if head.partition:
+        head.vocabulary(head.partition)
 
 
 def _autocast(*tensors: torch.Tensor | None) -> Any:

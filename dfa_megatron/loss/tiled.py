@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import DisagreementError
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.loss.head import Head
 
@@ -35,14 +36,14 @@ _KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Everything but tensors. first: the index of this rank's first row. asked: what the ranks compare, in words."""
+    """How a loss is made. first: the index of this rank's first row. differs: whether the ranks ask for others."""
 
     head: Head
     tile: int
     first: int
     entropy: bool
     total: bool
-    asked: str = ""
+    differs: torch.Tensor | None = None
 
     def cuts(self, rows: int) -> Iterator[slice]:
         """Yield the tiles of this rank's rows; together with those of the other shards a tile has `tile` tokens."""
@@ -67,17 +68,12 @@ class Tiling:
 
     def logits(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the logits of a tile, in float32, or float64 for float64."""
-        logits = torch.nn.functional.linear(x, weight, bias).to(wide(x.dtype))
+        logits = torch.nn.functional.linear(x, weight, bias).to(accumulator_dtype(x.dtype))
         if self.head.scale != 1:
             logits.mul_(self.head.scale)
         if self.head.softcap is not None:
             logits.div_(self.head.softcap).tanh_().mul_(self.head.softcap)
         return logits
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of logits that a softmax is made of."""
-    return dtype if dtype == torch.float64 else torch.float32
 
 
 class Tiled(torch.autograd.Function):
@@ -97,7 +93,7 @@ class Tiled(torch.autograd.Function):
     ) -> torch.Tensor:
         rows, shards = hidden.shape[0], tiling.head.shards
         labels = labels.view(shards, rows) - tiling.first
-        found = hidden.new_empty(6, shards, rows, dtype=wide(hidden.dtype))
+        found = hidden.new_empty(6, shards, rows, dtype=accumulator_dtype(hidden.dtype))
         for cut in tiling.cuts(rows):
             logits = tiling.logits(tiling.gathered(hidden[cut]), weight, bias)
             found[:, :, cut] = _statistics(logits, labels[:, cut].flatten(), tiling).view(6, shards, -1)
@@ -115,10 +111,8 @@ class Tiled(torch.autograd.Function):
         rows, shards = hidden.shape[0], tiling.head.shards
         by_shard = torch.cat([gradient, result]).view(8, shards, rows)
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        sums = (
-            weight.new_zeros(weight.shape, dtype=wide(weight.dtype)) if of_weight else None,
-            weight.new_zeros(weight.shape[0], dtype=wide(weight.dtype)) if of_bias else None,
-        )
+        wide, needed = accumulator_dtype(weight.dtype), ((weight.shape, of_weight), (weight.shape[:1], of_bias))
+        sums = [weight.new_zeros(shape, dtype=wide) if asked else None for shape, asked in needed]
         d_hidden = torch.empty_like(hidden) if of_hidden else None
         for cut in tiling.cuts(rows):
             x = tiling.gathered(hidden[cut])
@@ -140,8 +134,7 @@ def best(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest logit of each token and its row on this rank, (tokens,) each; no autograd."""
     shape = tiling.head.shards, hidden.shape[0]
-    highs = hidden.new_empty(shape, dtype=wide(hidden.dtype))
-    rows = hidden.new_empty(shape, dtype=torch.int64)
+    highs, rows = (hidden.new_empty(shape, dtype=x) for x in (accumulator_dtype(hidden.dtype), torch.int64))
     with torch.no_grad():
         for cut in tiling.cuts(hidden.shape[0]):
             high, row = tiling.logits(tiling.gathered(hidden[cut]), weight, bias).max(dim=-1)
@@ -159,13 +152,9 @@ def _statistics(logits: torch.Tensor, labels: torch.Tensor, tiling: Tiling) -> t
     total = logits.sum(1) if tiling.total else torch.zeros_like(label)
     high = logits.amax(1)
     below = logits.sub_(high[:, None])
-    if tiling.entropy:
-        weights = below.exp()
-        summed = weights.sum(1)
-        weighted = weights.mul_(below).sum(1)
-    else:
-        summed = below.exp_().sum(1)
-        weighted = torch.zeros_like(label)
+    weights = below.exp() if tiling.entropy else below.exp_()
+    summed = weights.sum(1)
+    weighted = weights.mul_(below).sum(1) if tiling.entropy else torch.zeros_like(label)
     return torch.stack([high, summed, label, weighted, total, here.to(label.dtype)])
 
 
@@ -173,12 +162,10 @@ def _together(found: torch.Tensor, tiling: Tiling) -> torch.Tensor:
     """Return the result of all ranks from (6, tokens) of each: two all-reduces for all tiles."""
     high, sums = found[0], found[1:]
     if (group := tiling.head.group) is not None:
-        # Behind the largest logits travel a digest of what is asked, exact in float32, and its negative.
-        digest = int.from_bytes(hashlib.sha256(tiling.asked.encode()).digest()[:3])
-        mine, high = high, torch.nn.functional.pad(high, (0, 2), value=digest)
-        high[-1:].neg_()
+        mine, high = high, high.clone()
         dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
-        high = high[:-2].masked_fill(_differs(high[-2], high[-1], tiling.asked), float("nan"))
+        if tiling.differs is not None:
+            high = high.masked_fill(tiling.differs, float("nan"))
         down = mine - high
         summed, label, weighted, total, here = sums
         sums = torch.stack([summed * down.exp(), label, (weighted + down * summed) * down.exp(), total, here])
@@ -188,13 +175,34 @@ def _together(found: torch.Tensor, tiling: Tiling) -> torch.Tensor:
     return torch.stack([label.masked_fill(here == 0, float("nan")), high + log, log - weighted / summed, total])
 
 
-def _differs(digest: torch.Tensor, negative: torch.Tensor, asked: str) -> torch.Tensor:
-    """Return whether the ranks ask for different losses; raise it unless a GPU did this before, or many other ones."""
-    differs = digest != -negative
+def agree(head: Head, asked: str, beside: str = "") -> tuple[tuple[int, ...], torch.Tensor | None]:
+    """Return the rows of every rank's weight, and whether the ranks ask for different losses; collective.
+
+    It comes before messages whose sizes follow from what is asked; beside: what varies with the batch.
+
+    Raises:
+        DisagreementError: they do. Not on a GPU that asked for this before, or for many others.
+    """
+    rows = sum(head.weight.shape[:1])
+    if head.group is None:
+        return (rows,), None
+    digest = int.from_bytes(hashlib.sha256((asked + beside).encode()).digest()[:7])
+    mine = torch.full((2,), digest, device=head.weight.device)  # which a CUDA graph may capture
+    mine[1:].fill_(rows)
+    every = mine.new_empty(2 * head.ranks)
+    _gather(every, mine, group=head.group)
+    differs = _differs(every[::2], digest, asked, beside)
+    return head.partition or tuple(every[1::2].tolist()), differs
+
+
+def _differs(digests: torch.Tensor, digest: int, asked: str, beside: str = "") -> torch.Tensor:
+    """Return whether ranks have another digest; raise it where the host may wait for that."""
+    differs = (digests != digest).any()
     known = asked in _AGREED or len(_AGREED) >= _KEPT
-    if not digest.is_cuda or not (known or torch.cuda.is_current_stream_capturing()):
+    if not digests.is_cuda or not (known or torch.cuda.is_current_stream_capturing()):
         if differs:
-            raise DisagreementError(f"other ranks ask for another loss than {asked}. What works: the same on all")
+            what = f"other ranks ask for another loss than {asked}{beside}, or refuse it"
+            raise DisagreementError(f"{what}. What works: the same on all")
         _AGREED.update(() if known else (asked,))
     return differs
 

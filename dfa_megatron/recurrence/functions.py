@@ -63,7 +63,7 @@ def dist_scan(
         UnsupportedError: tokens, cu_seqlens and layout do not fit together.
         DisagreementError: the ranks ask for different recurrences, or run different calls; the message is a table.
     """
-    some = next(iter(tokens.values()))
+    some = next(iter(tokens.values()), torch.empty(0, 0))  # none are refused with those that lack a name
     if rows := rows_of(cu_seqlens, some):
         each = []
         for at, offsets in enumerate(rows):

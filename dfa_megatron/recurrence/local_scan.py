@@ -24,7 +24,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.recurrence.fold import Carry, apply, compose
 from dfa_megatron.recurrence.share import Share
 from dfa_megatron.runtime.cu_seqlens import Offsets

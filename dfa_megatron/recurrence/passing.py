@@ -17,7 +17,7 @@ import torch
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once, outside_graphs
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import Layout

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.runtime.cu_seqlens import Offsets
 
 ByName = dict[str, torch.Tensor]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.recurrence.functions import dist_scan
@@ -243,8 +243,13 @@ def dist_mamba1(
     return out if z is None else out * F.silu(z), final.squeeze(3)
 
 
-def _drops_gradient(function: Callable[..., Any]) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("mamba_ssm")
+def _drops_gradient(function: Any) -> bool:
+    """Return whether a function is mamba-ssm's, or calls it: transformers' dispatchers hold it in a closure."""
+    inside = [function]
+    for each in inside:  # which grows
+        cells = getattr(each, "__closure__", None) or ()
+        inside += [x for x in (cell.cell_contents for cell in cells) if callable(x) and x not in inside]
+    return any(str(getattr(each, "__module__", "")).startswith("mamba_ssm") for each in inside)
 
 
 def _step(dt: torch.Tensor, bias: torch.Tensor | None, softplus: bool) -> torch.Tensor:

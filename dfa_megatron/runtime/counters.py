@@ -1,23 +1,8 @@
-"""What attention did in this process: counts, and a line that says how it runs."""
+"""What attention did in this process, as counts."""
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
-
-import torch
-import torch.distributed as dist
-
-from dfa_megatron.runtime.comm.transport import Transport
-from dfa_megatron.runtime.environment import warn_of_untested
-
-if TYPE_CHECKING:
-    from dfa_megatron.runtime.prepare import Prepared
-
-QUIET = "DFA_QUIET"
-"""The environment variable that silences the line about how attention runs, if it is 1."""
 
 
 @dataclass(slots=True)
@@ -63,40 +48,8 @@ class Counters:
 COUNTERS = Counters()
 
 _counts_before: dict[str, int] = {}
-_how: dict[str, str] = {}
+HOW: dict[str, str] = {}
 """Schedule, kernel and transport of the attention that was new last."""
-_said: set[str] = set()
-
-
-def describe(prepared: Prepared, device: torch.device) -> dict[str, str]:
-    """Return schedule, kernel and transport of a prepared attention, and keep them for `stats`."""
-    over, schedule, transport = prepared.over, prepared.schedule, Transport.name
-    if over is None or prepared.ranks == 1:
-        schedule = "one rank" if prepared.exchange is None else "head exchange"
-    else:
-        transport = over.transports.get(device, prepared.transport).name
-    _how.update(schedule=schedule, kernel=prepared.kernel.name, transport=transport)
-    return _how
-
-
-def say_how(prepared: Prepared, device: torch.device, *, saves: bool) -> None:
-    """Print on global rank 0 how a new attention runs, each line once. saves: its results are saved for a recompute."""
-    how, heads = describe(prepared, device), prepared.exchange
-    if os.environ.get(QUIET) == "1" or (dist.is_initialized() and dist.get_rank()):
-        return
-    degree = 1 if heads is None else heads.heads.degree
-    ranks = prepared.ranks * degree
-    layout = prepared.request.layout
-    layout = layout if isinstance(layout, str) else "contiguous" if layout.in_order else "chunks"
-    words = [f"{ranks} ranks" if ranks > 1 else "1 rank", layout]
-    words += [how["schedule"]] if ranks > degree else []
-    words += [f"heads exchanged by {degree}"] if degree > 1 else []
-    words += [f"{how['kernel']} over {how['transport']}" if ranks > degree else how["kernel"]]
-    line = f"dfa: {', '.join(words + ['remat'] * saves)}"
-    if line not in _said:
-        _said.add(line)
-        warn_of_untested()
-        print(line, file=sys.stderr, flush=True)
 
 
 def stats() -> dict[str, float | str]:
@@ -117,5 +70,5 @@ def stats() -> dict[str, float | str]:
         "dfa/backwards": done["attention_backwards"],
         "dfa/sent_mib": sum(n for name, n in done.items() if name.endswith("ward_bytes")) / 2**20,
         "dfa/kept_mib": done["remat_bytes"] / 2**20,
-        **{f"dfa/{name}": text for name, text in _how.items()},
+        **{f"dfa/{name}": text for name, text in HOW.items()},
     }

@@ -9,13 +9,13 @@ import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.kernels.leaf import differentiable_once
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.agreement.calls import AtLayer, current_layer
 from dfa_megatron.runtime.comm.channel import refuse
 from dfa_megatron.runtime.comm.groups import channel_of
-from dfa_megatron.runtime.counters import COUNTERS, say_how
+from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.runtime.prepare import Prepared, prepare
 from dfa_megatron.runtime.request import Inputs, from_text, transformed
 
@@ -82,9 +82,7 @@ class DirectAttention(torch.autograd.Function):
             out, lse = (x.detach() for x in known)
         else:
             ctx.prepared = prepare(request, over, inputs, trains=trains)
-            if may_keep not in ctx.prepared.said:
-                ctx.prepared.said.add(may_keep)
-                say_how(ctx.prepared, q.device, saves=not may_keep)
+            ctx.prepared.say_how(q.device, saves=not may_keep)
             out, lse, *exchanged = run.run_forward(ctx.prepared, inputs, trains=trains)
             if may_keep and exchanged:
                 q, k, v = exchanged
@@ -138,7 +136,7 @@ def attention(
     """
     inputs = Inputs(q, k, v, sinks)
     prepared = _prepared(request, group, inputs, trains=trains)
-    say_how(prepared, q.device, saves=False)
+    prepared.say_how(q.device, saves=False)
     out, lse, *_ = run.run_forward(prepared, inputs, trains=trains)
     return out, lse
 

@@ -8,7 +8,7 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import BlockKernel, Need
+from dfa_megatron.kernels import BlockKernel, Need
 from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.cost.hardware import (
     CPU_LOOPBACK,
@@ -25,7 +25,7 @@ from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.leaves import LeafSizes
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.sizes import Sizes
-from dfa_megatron.plan.lowering.kernel_calls import Launching
+from dfa_megatron.plan.lowering.kernel_calls import Takes
 from dfa_megatron.runtime.comm.channel import Channel
 from dfa_megatron.runtime.environment import Links
 from dfa_megatron.runtime.request import Inputs, Request
@@ -33,8 +33,8 @@ from dfa_megatron.runtime.request import Inputs, Request
 
 def kernel_of(
     request: Request, mask: Mask, ranks: int, inputs: Inputs
-) -> tuple[BlockKernel, Sizes, Launching, LeafSizes | None]:
-    """Choose the kernel of a request; return it, the sizes of the tensors, and what decides its calls and launches.
+) -> tuple[BlockKernel, Sizes, Takes, LeafSizes | None]:
+    """Choose the kernel of a request; return it, the sizes of the tensors, and what its launches take.
 
     The last are the sizes of chunks of a fixed order; None where results merge as they come.
 
@@ -58,12 +58,12 @@ def kernel_of(
     )
     kernel = kernels.select(request.config.kernel, need)
     bands = kernel.refusal(dataclasses.replace(need, forms=need.forms | {"band"})) is None
-    launching = kernel.launching(batch=q.shape[0], group=need.heads // need.kv_heads, bands=bands)
+    takes = kernel.takes_of(q.shape[0], need.heads // need.kv_heads, bands=bands)
     # With a fixed order a rank alone does what several do.
     reads = "out" if ranks == 1 and kernel.takes_out and not need.invariant else kernel.backward_needs
     dtype = str(q.dtype).removeprefix("torch.")
     sizes = Sizes(q.shape[0], need.heads, need.kv_heads, need.head_dim, need.head_dim_v, dtype, reads, need.invariant)
-    return kernel, sizes, launching, kernel.leaves(need) if need.invariant else None
+    return kernel, sizes, takes, kernel.leaves(need) if need.invariant else None
 
 
 def degree_of(request: Request, mask: Mask, over: Channel | None, inputs: Inputs) -> int:

@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,22 +15,25 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from dfa_megatron.kernels.api import BlockKernel
+from dfa_megatron.kernels import BlockKernel
 from dfa_megatron.names import say_once
 from dfa_megatron.plan.language.grid import grid
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.runtime.agreement.calls import Facts, Kind
+from dfa_megatron.runtime.agreement.calls import Kind
 from dfa_megatron.runtime.comm.channel import Channel, tell
 from dfa_megatron.runtime.comm.groups import channels
-from dfa_megatron.runtime.cu_seqlens import describe
+from dfa_megatron.runtime.comm.transport import Transport
+from dfa_megatron.runtime.counters import HOW
+from dfa_megatron.runtime.environment import warn_of_untested
 from dfa_megatron.runtime.execute.bound import Bound
 from dfa_megatron.runtime.execute.memory import MemoryPlan, placed
 from dfa_megatron.runtime.execute.sinks import form_of
 from dfa_megatron.runtime.planning import degree_of, kernel_of, plan_of, profile_of
-from dfa_megatron.runtime.request import OPTIONS, Inputs, Request
+from dfa_megatron.runtime.request import COMPARED, Inputs, Request
 
 if TYPE_CHECKING:
     from dfa_megatron.runtime.around import ChunkMoves, HeadExchange
@@ -40,6 +45,10 @@ _KEPT = 64
 
 The number is per group because all ranks of a group must drop the same one: a new one is agreed on by all of them.
 """
+
+QUIET = "DFA_QUIET"
+"""The environment variable that silences the line about how attention runs, if it is 1."""
+_SAID: set[str] = set()
 
 LARGEST_ARENA = 5 << 30
 """Bytes of symmetric memory up to which "auto" uses the copy engines; the memory stays between calls, see `KeptArena`.
@@ -124,6 +133,31 @@ class Prepared:
         """The whole plan, for pictures and reports; made again, because it may have thousands of blocks."""
         return self.request.plan or self.plan_again()
 
+    def say_how(self, device: torch.device, *, saves: bool) -> None:
+        """Print on global rank 0 how it runs, each line once. saves: its results are saved for a recompute."""
+        if saves in self.said:
+            return
+        self.said.add(saves)
+        several, transport = self.over is not None and self.ranks > 1, Transport.name
+        schedule = self.schedule if several else "one rank" if self.exchange is None else "head exchange"
+        if self.over is not None and several:
+            transport = self.over.transports.get(device, self.transport).name
+        HOW.update(schedule=schedule, kernel=self.kernel.name, transport=transport)
+        if os.environ.get(QUIET) == "1" or (dist.is_initialized() and dist.get_rank()):
+            return
+        degree = 1 if self.exchange is None else self.exchange.heads.degree
+        ranks, layout = self.ranks * degree, self.request.layout
+        layout = layout if isinstance(layout, str) else "contiguous" if layout.in_order else "chunks"
+        words = [f"{ranks} ranks" if ranks > 1 else "1 rank", layout]
+        words += [schedule] if ranks > degree else []
+        words += [f"heads exchanged by {degree}"] if degree > 1 else []
+        words += [f"{self.kernel.name} over {transport}" if ranks > degree else self.kernel.name]
+        line = f"dfa: {', '.join(words + ['remat'] * saves)}"
+        if line not in _SAID:
+            _SAID.add(line)
+            warn_of_untested()
+            print(line, file=sys.stderr, flush=True)
+
     def picture(self, phase: str, step: int) -> str:
         """The grid of a phase with a step of this rank marked."""
         plan = self.plan.forward if phase == "forward" else self.plan.backward
@@ -155,13 +189,13 @@ def built(
 ) -> Prepared:
     """Prepare for one of the ranks of a layout, without an exchange of heads. peers: their numbers in the group."""
     ranks, device = held.ranks, inputs.q.device
-    kernel, sizes, launching, leaves = kernel_of(request, mask, ranks, inputs)
+    kernel, sizes, takes, leaves = kernel_of(request, mask, ranks, inputs)
     hardware = profile_of(inputs.q.is_cuda, over, kernel.name, ranks)
     plan = plan_of(request, mask, held, sizes, hardware, leaves)
-    forward, backward = (placed(phase, rank, sizes, launching, peers) for phase in plan.phases)
+    forward, backward = (placed(phase, rank, sizes, takes, peers) for phase in plan.phases)
     needed = max(forward.arena_bytes, backward.arena_bytes)
     needed = _roomy(needed) if request.cu_seqlens else needed
-    moved, common = None, [getattr(request, name) for name in _COMPARED]
+    moved, common = None, [getattr(request, name) for name in COMPARED]
     if request.invariant:
         from dfa_megatron.runtime.around import rows_to_chunks  # which other calls need not load
 
@@ -248,16 +282,20 @@ def _prepare_together(request: Request, over: Channel, inputs: Inputs, *, trains
             raise
         if over.verified:
             # Attentions of one group must start from one thread: calls from two would have no common order.
-            facts = facts_of(prepared, inputs) | {"thread": over.calls.thread, "device": over.place(device)}
+            facts = prepared.request.facts(inputs) | {"thread": over.calls.thread, "device": over.place(device)}
+            facts |= {"plan": f"{prepared.schedule}, digest {prepared.digest}", "kernel": prepared.kernel.name}
             parts = over.agree(facts | {"requires_grad": f"{trains}, for any of the inputs"}, part)
             if part and len({*parts}) == 1:
                 said = "q, k and v are the same on all ranks of a group: each takes its own part, as of shard_sequence"
                 say_once(logger.warning, said)
             if request.verify:
-                forward, backward, alone = kinds_of(facts, prepared)
-                ends = over.running(backward, device, ends=True)
-                running = CallContexts(over.running(forward, device), ends, over.running(alone, device))
-                prepared = replace(prepared, running=running)
+                text, compared = prepared.request.described(facts), json.dumps(facts, sort_keys=True)
+                backward = over.running(Kind.of(f"backward of {text}", compared), device, ends=True)
+                forward, alone = (
+                    over.running(Kind.of(f"forward of {text}{more}", compared), device)
+                    for more in ("", ", requires_grad=False")
+                )
+                prepared = replace(prepared, running=CallContexts(forward, backward, alone))
         with over.collective():
             _connect(prepared, over, device)
     return prepared
@@ -267,46 +305,3 @@ def _roomy(nbytes: int) -> int:
     """Round up by at most half: every pack needs a little more or less, and growing is collective."""
     step = 1 << max(0, nbytes.bit_length() - 2)
     return -(-nbytes // step) * step
-
-
-def facts_of(prepared: Prepared, inputs: Inputs) -> Facts:
-    """Return everything about which the ranks must agree, as text."""
-    from dfa_megatron import __version__
-
-    request = prepared.request
-    facts = {f"request.{name}": repr(getattr(request, name)) for name in _COMPARED}
-    facts |= {f"request.{name}": repr(getattr(request.config, name)) for name in OPTIONS}
-    equal = isinstance(request.layout, str)  # else the layout says how many tokens each rank holds
-    for name, x in zip("qkv", inputs[:3], strict=True):
-        facts[f"shape of {name}"] = str(tuple(x.shape)) if equal else f"{x.shape[0]} sequences of {tuple(x.shape[2:])}"
-    return facts | {
-        "request.cu_seqlens": describe(request.cu_seqlens) if request.cu_seqlens else "none",
-        "request.mask": str(request.mask and request.mask.name),
-        "request.plan": str(request.plan),
-        "tokens of a rank": str(inputs.q.shape[1]) if equal else str(request.layout),
-        "dtype": str(inputs.q.dtype),
-        "plan": f"{prepared.schedule}, digest {prepared.digest}",
-        "kernel": prepared.kernel.name,
-        "torch": torch.__version__,
-        "dfa_megatron": __version__,
-    }
-
-
-_COMPARED = ("causal", "softmax_scale", "window_size", "softcap", "sinks", "deterministic", "layout")
-"""Fields of a request that print in a few words."""
-
-
-def kinds_of(facts: Facts, prepared: Prepared) -> tuple[Kind, Kind, Kind]:
-    """What a forward, a backward, and a forward that no backward follows are, for ranks that compare their calls."""
-    request, defaults = prepared.request, Request.__dataclass_fields__
-    options = [f"{name}={value!r}" for name in _COMPARED if (value := getattr(request, name)) != defaults[name].default]
-    if (degree := request.config.ulysses_degree) != "auto":
-        options.append(f"ulysses_degree={degree}")
-    if request.given is not None:
-        options.append(request.given.name)
-    packed = [describe(request.cu_seqlens)] if request.cu_seqlens else []
-    shapes = ", ".join(f"{name} {facts[f'shape of {name}']}" for name in ("q", "k", "v"))
-    text = ", ".join((shapes, facts["dtype"], facts["plan"].partition(",")[0], facts["kernel"], *options, *packed))
-    compared = json.dumps(facts, sort_keys=True)
-    forward, backward, alone = f"forward of {text}", f"backward of {text}", f"forward of {text}, requires_grad=False"
-    return Kind.of(forward, compared), Kind.of(backward, compared), Kind.of(alone, compared)

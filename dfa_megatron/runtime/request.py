@@ -23,12 +23,14 @@ from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
 from dfa_megatron.plan.language.layout import Layout
 from dfa_megatron.plan.language.mask import Mask, cross_documents, of_window
 from dfa_megatron.plan.schedules import layout_of
-from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, mask_of
+from dfa_megatron.runtime.cu_seqlens import Offsets, balancing_mask, describe, mask_of
 from dfa_megatron.runtime.execute.sinks import refuse_sinks
 
 DEFAULTS = DistAttentionConfig()
 OPTIONS = tuple(option.name for option in fields(DistAttentionConfig))
 """Attention's own: a framework's config has more."""
+COMPARED = ("causal", "softmax_scale", "window_size", "softcap", "sinks", "deterministic", "layout")
+"""Fields of a request that print in a few words."""
 
 _most_heads = [255]
 """Of fewer tokens: more heads than models have are tokens."""
@@ -207,6 +209,39 @@ class Request:
             window = self.window_size
             return cross_documents([queries], [length - queries], causal=bool(self.causal), window_size=window)
         return of_window(length, bool(self.causal), self.window_size)
+
+    def facts(self, inputs: Inputs) -> dict[str, str]:
+        """Return everything about which the ranks must agree before they plan, by name."""
+        from dfa_megatron import __version__
+
+        facts = {f"request.{name}": repr(getattr(self, name)) for name in COMPARED}
+        facts |= {f"request.{name}": repr(getattr(self.config, name)) for name in OPTIONS}
+        equal = isinstance(self.layout, str)  # else the layout says how many tokens each rank holds
+        for name, x in zip("qkv", inputs[:3], strict=True):
+            part = f"{x.shape[0]} sequences of {tuple(x.shape[2:])}"
+            facts[f"shape of {name}"] = str(tuple(x.shape)) if equal else part
+        return facts | {
+            "request.cu_seqlens": describe(self.cu_seqlens) if self.cu_seqlens else "none",
+            "request.mask": str(self.mask and self.mask.name),
+            "request.plan": str(self.plan),
+            "tokens of a rank": str(inputs.q.shape[1]) if equal else str(self.layout),
+            "dtype": str(inputs.q.dtype),
+            "torch": torch.__version__,
+            "dfa_megatron": __version__,
+        }
+
+    def described(self, facts: dict[str, str]) -> str:
+        """Return what a call of it is, for errors. facts: of `facts`, with the plan and the kernel."""
+        defaults, options = self.__dataclass_fields__, list[str]()
+        for name in COMPARED:
+            if (value := getattr(self, name)) != defaults[name].default:
+                options.append(f"{name}={value!r}")
+        if (degree := self.config.ulysses_degree) != "auto":
+            options.append(f"ulysses_degree={degree}")
+        options += [] if self.given is None else [self.given.name]
+        options += [describe(self.cu_seqlens)] if self.cu_seqlens else []
+        shapes = ", ".join(f"{name} {facts[f'shape of {name}']}" for name in ("q", "k", "v"))
+        return ", ".join((shapes, facts["dtype"], facts["plan"].partition(",")[0], facts["kernel"], *options))
 
     @property
     def verify(self) -> bool:

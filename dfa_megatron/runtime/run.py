@@ -25,9 +25,6 @@ from dfa_megatron.runtime.request import Inputs
 
 logger = logging.getLogger(__name__)
 
-measured: Callable[[Transport], Transport] | None = None
-"""Set by a measurement: what drives the messages in place of a transport. Programs then run as they stand."""
-
 SavedTensors = tuple[torch.Tensor | None, ...]
 """What every way of running saves for a backward, in this order: q, k, v, out, lse, sinks.
 
@@ -127,7 +124,7 @@ def _run_or_replay(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fi
     with without_autocast(), without_functions():
         transport, arena = _way(prepared, memory, inputs[0].device)
         # A dispatch mode must see every operation, so nothing is replayed.
-        if not prepared.binds or measured or _get_current_dispatch_mode() is not None:
+        if not prepared.binds or _get_current_dispatch_mode() is not None:
             return _run(prepared, memory, inputs, arena, transport)
         # Absent: not run. None: run as it stands. A text: why it cannot be replayed. A Bound: recorded.
         found = prepared.bound.get(key)
@@ -171,8 +168,8 @@ _MANY = "an attention meets more than %d layouts of its tensors; the others are 
 
 def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Tensor, transport: Transport) -> Fields:
     """Run a phase as it stands."""
-    tensors, driven = algebra(prepared, memory, inputs, arena), measured(transport) if measured else transport
-    execute(tensors, driven, functools.partial(_failed, prepared, memory))
+    tensors = algebra(prepared, memory, inputs, arena)
+    execute(tensors, transport, functools.partial(_failed, prepared, memory))
     names = ("out",) if memory is prepared.forward else ("dq", "dkv")
     results = tuple(x for name in names for x in tensors.result(name))
     # An exchange spoils its own results.
@@ -186,7 +183,7 @@ def _way(prepared: Prepared, memory: MemoryPlan, device: torch.device) -> tuple[
     """Return the transport, and the memory that receives messages."""
     over, transport = prepared.over, _MOVES_NOTHING
     if over is not None and prepared.ranks > 1:
-        transport = over.transports.reserve(device, prepared.transport, prepared.arena_bytes)
+        transport = over.transports.get(device, prepared.transport)
         over.calls.where = transport.where
     return transport, transport.arena(memory.arena_bytes, device)
 

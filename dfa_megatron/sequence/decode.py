@@ -13,7 +13,7 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Partial, accumulator_dtype
+from dfa_megatron.kernels import BlockCall, BlockKernel, Need, Partial, accumulator_dtype
 from dfa_megatron.kernels.leaf import without_autocast
 from dfa_megatron.kernels.merge import weights_of
 from dfa_megatron.kernels.segments import Segments
@@ -71,7 +71,7 @@ def decode_attn_func(
         request = Request(softmax_scale=given, softcap=softcap, causal=True)
         scale = request.softmax_scale
         asked = f"softmax_scale={scale}, softcap={softcap}, sinks={sinks is not None}"
-        kind = _kind(tuple(q.shape), v_cache.shape[3], q.dtype, asked)
+        kind = _kind(tuple(q.shape), tuple(v_cache.shape[2:]), q.dtype, asked)
         starts = (0,) * q.shape[0] if starts is None else starts
     with without_autocast(), over.running(kind, q.device) if over is not None and over.verified else nullcontext():
         out, lse = _partial(kernel, q, (k_cache, v_cache), starts, (scale, softcap))
@@ -85,8 +85,8 @@ def decode_attn_func(
 
 
 @lru_cache(maxsize=256)
-def _kind(shape: tuple[int, ...], width: int, dtype: torch.dtype, asked: str) -> Kind:
-    return Kind.of(f"decoding for queries {shape}, values of {width}, {dtype}, {asked}")
+def _kind(shape: tuple[int, ...], values: tuple[int, ...], dtype: torch.dtype, asked: str) -> Kind:
+    return Kind.of(f"decoding for queries {shape}, values of {values}, {dtype}, {asked}")
 
 
 def _merged(outs: torch.Tensor, lses: torch.Tensor) -> Partial:

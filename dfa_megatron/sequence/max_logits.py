@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import accumulator_dtype
+from dfa_megatron.kernels import accumulator_dtype
 from dfa_megatron.kernels.leaf import outside_graphs, without_autocast
 from dfa_megatron.kernels.segments import visible
 from dfa_megatron.plan.language.geometry import Span, Tile

@@ -43,17 +43,17 @@ def from_rollouts(
         UnsupportedError: no rollouts, an empty one, one longer than a pack, or a mask that does not fit.
     """
     rollouts, masks = _read(token_lists, loss_masks)
+    if multiple_of < 1:
+        raise UnsupportedError(f"multiple_of={multiple_of}", "packs are padded to a multiple of it", "1 or more")
     everyone = range(len(rollouts))
     members = [[*everyone]]
     if length is not None:
         most = length - length % multiple_of
         longest = max(everyone, key=lambda number: len(rollouts[number]))
         if len(rollouts[longest]) > most:
-            raise UnsupportedError(
-                f"rollout {longest} of {len(rollouts[longest])} tokens in packs of {most}",
-                "a rollout is never cut",
-                f"length={-(-len(rollouts[longest]) // multiple_of) * multiple_of}, or shorter rollouts",
-            )
+            what = f"rollout {longest} of {len(rollouts[longest])} tokens in packs of {most}"
+            instead = f"length={-(-len(rollouts[longest]) // multiple_of) * multiple_of}, or shorter rollouts"
+            raise UnsupportedError(what, "a rollout is never cut", instead)
         members = _together(trie_of(rollouts, everyone), most)
     return [_pack(rollouts, masks, numbers, multiple_of, pad) for numbers in members]
 
@@ -104,9 +104,8 @@ def _read(token_lists: Sequence[Any], loss_masks: Sequence[Any] | None) -> tuple
     given = [torch.ones_like(own) for own in rollouts] if loss_masks is None else loss_masks
     masks = [torch.as_tensor(mask).detach().cpu() for mask in given]
     if not rollouts or len(masks) != len(rollouts):
-        raise UnsupportedError(
-            f"{len(rollouts)} rollouts with {len(masks)} loss masks", "each has one", "as many, and one or more"
-        )
+        what = f"{len(rollouts)} rollouts with {len(masks)} loss masks"
+        raise UnsupportedError(what, "each has one", "as many, and one or more")
     for number, (own, mask) in enumerate(zip(rollouts, masks, strict=True)):
         ids = own.dim() == 1 and len(own) and not own.is_floating_point()
         if not ids or mask.shape != own.shape or ((mask != 0) & (mask != 1)).any():

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from dfa_megatron.cli.main import main
-from dfa_megatron.runtime import counters, environment
+from dfa_megatron.runtime import environment, prepare
 from dfa_megatron.runtime.environment import TESTED, installed, order_of, span
 from tests.support import models
 from tests.support.workers import run_ranks
@@ -69,7 +69,7 @@ def set_up(rank: int, ranks: int, framework: str) -> None:
             name: (untested[name],) * 2 if name in untested else ("0", "99") for name in TESTED
         }
         environment._read.clear()
-        counters._said.clear()
+        prepare._SAID.clear()
         said.clear()
         for _ in range(2):
             set_up_once(framework, ranks, 8 + len(untested))  # a call that was prepared before tells nothing

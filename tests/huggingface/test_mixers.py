@@ -11,10 +11,13 @@ import inspect
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -25,6 +28,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.hooks import OWN
 from dfa_megatron.huggingface.check_model import CLASSES, TRIED
 from dfa_megatron.huggingface.hook_mixers import FUSED, STANDS_IN, listed
+from tests.frameworks.compare import assert_gradients, gradients_of
 from tests.fuzz.frameworks.steps import check_each
 from tests.huggingface import rows
 from tests.huggingface.one_process import assert_loss
@@ -166,3 +170,56 @@ def test_names_that_are_replaced_stand_on_the_page_and_are_put_back() -> None:
         with pytest.raises(UnsupportedError, match=said):
             model(**batch)
         assert_close(dfa_hf.distribute_attention(model)(**batch).loss, want, tolerance=1e-5, name="distributed again")
+
+
+DISPATCHED = {
+    "torch_chunk_gated_delta_rule": ("fla", "ops.gated_delta_rule.chunk_gated_delta_rule", "q k v"),
+    "chunk_kimi_delta_attention": ("fla", "ops.kda.chunk_kda", "q k v"),
+    "causal_conv1d_fn": ("causal_conv1d", "causal_conv1d_fn", "x"),
+    "mamba2_chunk_scan": ("mamba_ssm", "ops.triton.ssd_combined.mamba_chunk_scan_combined", "x"),
+    "mamba_selective_scan": ("mamba_ssm", "ops.selective_scan_interface.selective_scan_fn", "u delta"),
+}
+"""Package, function and names of its first parameters, to which transformers hands a call over if it is installed."""
+
+
+def install(home: dict[str, Any], name: str) -> None:
+    """Have a model's file call a package's function that computes the same, as if the package were installed."""
+    decorator = pytest.importorskip("transformers.integrations.hub_kernels").use_kernel_func_from_hub_with_fallback
+    package, path, names = DISPATCHED[name]
+    real = inspect.unwrap(getattr(home[name], OWN, home[name]))
+    parameters = list(inspect.signature(real).parameters.values())
+    parameters[: len(names.split())] = [x.replace(name=new) for x, new in zip(parameters, names.split(), strict=False)]
+    signature = inspect.Signature(parameters)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        return real(*bound.args, **bound.kwargs)
+
+    function.__signature__, function.__module__ = signature, f"{package}.interface"  # type: ignore[attr-defined]
+    module: Any = function
+    for part in reversed(path.split(".")):
+        module = SimpleNamespace(**{part: module})
+    with patch.dict(sys.modules, {package: module}):
+        home[name] = decorator(path.rpartition(".")[2], package)(real)
+
+
+@over_ranks(3, timeout=170)
+def test_functions_of_packages_that_name_arguments_otherwise_are_exact_or_refused(rank: int, ranks: int) -> None:
+    from tests.huggingface.sweep.tiny import build as build_type
+
+    for number, kind in enumerate(("qwen3_next", "kimi_linear", "mamba2", "mamba")):
+        model = build_type(kind)
+        home = vars(sys.modules[type(model).__module__])
+        for name in DISPATCHED.keys() & home.keys():
+            install(home, name)
+        batch = text(1, 3 * ranks + number, seed=number)
+        want = copy.deepcopy(model)
+        want(**batch, use_cache=False).loss.backward()
+        distributed = dfa_hf.distribute_attention(model)
+        if kind == "mamba":
+            with pytest.raises(UnsupportedError, match="training through mamba-ssm's selective_scan_fn"):
+                distributed(**batch)
+            continue
+        distributed(**batch).loss.backward()
+        found = gradients_of(distributed, dist.group.WORLD)
+        assert_gradients({name: x / ranks for name, x in found.items()}, gradients_of(want), kind)

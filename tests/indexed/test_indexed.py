@@ -213,8 +213,36 @@ def test_ranks_that_differ_are_told(rank: int, ranks: int) -> None:
             index_loss(*tokens, group=alone, tp_group=world, **(odd if rank == 1 else {}))
     with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="each query counts or not"):
         index_loss(*tokens, group=alone, tp_group=world, valid=torch.ones(1, 4 - (rank == 1), dtype=torch.bool))
+    for name, changed in {  # all that travels
+        "dtypes": {2: index[2].double()},
+        "dtypes: .*64": {3: q.double(), 4: q.double()},
+        "q": {3: q[..., :2]},
+        "dtypes: .*16": {5: tokens[5].half()},
+    }.items():
+        given = dict(enumerate(tokens[:6])) | (changed if rank == 1 else {})
+        with pytest.raises(DisagreementError, match=rf"{name}.* on rank 1"):
+            index_loss(*given.values(), softmax_scale=1.0)
+    with pytest.raises(DisagreementError, match="heads of a key"):  # which decide how many rows are summed at a time
+        index_loss(*tokens[:4], q[:, :, : 1 + (rank == 1)], tokens[5], group=alone, tp_group=world)
+    with pytest.raises(DisagreementError, match="topk"):
+        index_loss(*tokens[:6], positions[..., : 1 + (rank == 1)] % 4, group=alone, tp_group=world)
     with pytest.raises(DisagreementError):  # compared at each call, and the group is lost
         index_topk(*index, 2, cu_seqlens=(0, 5 + rank, 12))
+
+
+@pytest.mark.parametrize("small", [1.0, 2.0**-18])
+def test_a_scaled_loss_of_float16_has_the_gradients_of_float32(small: float) -> None:
+    torch.manual_seed(0)
+    index = [(torch.randn(1, 40, *shape) * factor).half() for shape, factor in (((4, 8), 1), ((8,), 1), ((4,), small))]
+    q, lse = torch.randn(1, 40, 4, 8), torch.randn(1, 4, 40)
+    found = list[torch.Tensor]()
+    for dtype in (torch.float16, torch.float32):
+        mine = [x.to(dtype).requires_grad_() for x in index]
+        for positions in (index_topk(*mine, 5), None):
+            loss = index_loss(*mine, q, q, lse, positions)
+            found += torch.autograd.grad(loss * 2.0**16, mine)
+    for got, want in zip(found[:6], found[6:], strict=True):
+        assert_close(got, want, tolerance=1e-2)
 
 
 def _tensors(length: int = 6) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

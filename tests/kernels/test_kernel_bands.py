@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import band_mask
-from dfa_megatron.kernels.launching import cut_rows, cut_tall
+from dfa_megatron.kernels.adapters.aten import cut_tall
+from dfa_megatron.kernels.adapters.cpu import cut_rows
 from dfa_megatron.kernels.segments import visible
 from dfa_megatron.plan.language.geometry import Band, Segment, Tile
 from tests.support.close import assert_close

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
+from dfa_megatron.kernels import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton.support import interpreted

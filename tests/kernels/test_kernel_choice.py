@@ -22,10 +22,10 @@ import torch
 
 from dfa_megatron import kernels, names
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels import BlockCall, BlockKernel, Need, Saved
 from dfa_megatron.kernels.adapters import aten, cpu, cudnn, flash4, shared
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
 from dfa_megatron.kernels.adapters.shared import Operator, dense, vectorised
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved
 from dfa_megatron.kernels.triton import adapter as triton_attention
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 from tests.support.arguments import assert_refused

@@ -10,8 +10,8 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import dense_attention
+from dfa_megatron.kernels import BlockCall, Saved, accumulator_dtype
 from dfa_megatron.kernels.adapters import flash4, flash4_launches
-from dfa_megatron.kernels.api import BlockCall, Saved, accumulator_dtype
 from dfa_megatron.kernels.merge import identity_, merge
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band
 from tests.support.close import assert_close

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from dfa_megatron.kernels import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.adapters import aten, cudnn, flash4, flash4_launches
 from dfa_megatron.kernels.adapters.aten import AtenFlashKernel
 from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
 from dfa_megatron.kernels.adapters.flash4 import _BLOCKS, Flash4Kernel, _varlen
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
 from dfa_megatron.plan.language.mask import Mask, causal, documents
@@ -275,7 +275,7 @@ def launched(mask: Mask, ranks: int) -> Iterator[Segments]:
     kernel = Flash4Kernel()
     for phase in plan_named("balanced", mask, ranks).phases:
         for rank in range(ranks):
-            memory = placed(phase, rank, FORM, kernel.launching(batch=1, group=2, bands=True))
+            memory = placed(phase, rank, FORM, kernel.takes_of(1, 2))
             for segments in (one for step in memory.segments for one in step):
                 assert segments.split is not None
                 for part in segments.split.parts:

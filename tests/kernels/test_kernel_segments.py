@@ -14,12 +14,12 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import dense_attention
+from dfa_megatron.kernels import BlockCall, Gradients, Partial, Saved
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockCall, Gradients, Partial, Saved
-from dfa_megatron.kernels.launching import by_window
 from dfa_megatron.kernels.segments import Rows, Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment, Span
+from dfa_megatron.plan.lowering.kernel_calls import by_window
 from tests.support.kernel_cases import Case, every_dtype, every_target, problem, run, usable, visible
 from tests.support.support_rows import in_bfloat16
 from tests.support.support_rows import kernel as of_kernel

@@ -19,8 +19,8 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.doctor import kernel_trial as trial
+from dfa_megatron.kernels import BlockCall, BlockKernel, Partial
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Partial
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.memory_account import HeadMemory, head_bytes
 from dfa_megatron import shard_sequence
@@ -177,7 +178,7 @@ def test_the_page_of_the_loss_shows_the_predicted_bytes() -> None:
 
 @over_ranks(2, 3, timeout=120)
 def test_a_vocabulary_cut_unevenly_over_ranks_gives_the_numbers_of_one(rank: int, world_size: int) -> None:
-    group = dist.group.WORLD
+    group: Any = init_device_mesh("cpu", (world_size,))
     hidden, weight, bias, labels = drawn()
     partition = {2: (20, 3), 3: (5, 1, 17)}[world_size]
     mine = slice(sum(partition[:rank]), sum(partition[: rank + 1]))
@@ -226,16 +227,35 @@ def test_ranks_that_ask_for_different_losses_are_told_and_where_nobody_looks_it_
         loss: Any = token_scores if name == "entropy" else cross_entropy
         with pytest.raises(DisagreementError, match=f"'{name}': {value if odd and name != 'reduction' else ''}"):
             loss(hidden, head, labels, **({} if name in of_head else odd))
-        with patch("dfa_megatron.loss.tiled._differs", lambda one, other, _: one != -other):  # as on a GPU, later
+        with patch("dfa_megatron.loss.tiled._differs", lambda all_of, mine, *_: (all_of != mine).any()):  # as on a GPU
             found = loss(hidden, head, labels, **({} if name in of_head else odd))
         assert getattr(found, "logprobs", found).isnan().any()
     head = Head(weight=weight.chunk(ranks)[rank], group=dist.group.WORLD)
     with pytest.raises(DisagreementError, match=r"'z_loss': 0\.125"):  # in a tensor, which would be shortened in words
         cross_entropy(hidden, head, labels, z_loss=torch.tensor(0.125 + (rank == 1) * 2e-7))
+    part, every = head.weight, labels.repeat(ranks)
+    base = {"hidden": hidden, "weight": part, "labels": every, "tile": 8, "partition": None, "sequence_parallel": True}
+    some: list[dict[str, Any]] = [  # other sizes or numbers of messages, from which gloo would abort
+        {"tile": 3},
+        {"hidden": hidden[2:], "labels": every[2 * ranks :]},
+        {"hidden": hidden.float(), "weight": part.float()},
+        {"hidden": hidden[:, 1:], "weight": part[:, 1:]},
+        {"weight": part.detach()},
+        {"partition": (len(part),) * ranks},
+        {"hidden": hidden.repeat(ranks, 1), "sequence_parallel": False},
+        {"labels": every[1:]},
+    ]
+    for odd in some:
+        given: dict[str, Any] = base | (odd if rank == 1 else {})
+        mine, own, tile = (given.pop(name) for name in ("hidden", "labels", "tile"))
+        with pytest.raises((DisagreementError, UnsupportedError), match=r"or refuse it|each token needs one"):
+            token_scores(mine, Head(group=dist.group.WORLD, **given), own, tile=tile)
+    with pytest.raises(UnsupportedError if rank == 1 else DisagreementError, match="it starts at 1"):
+        by_document(labels, (int(rank == 1), TOKENS * ranks))
     for step in range(80):  # a schedule, which would be waited for at each step
         cross_entropy(hidden, head, labels, z_loss=step * 1e-3)
     assert len(tiled._AGREED) == 64
-    assert tiled._differs(later := MagicMock(is_cuda=True), later, "a later step")
+    assert tiled._differs(MagicMock(is_cuda=True, __ne__=lambda *_: torch.ones(2)), 0, "a later step")
 
 
 def gathers(layout: str | Layout, offsets: tuple[int, ...]) -> None:

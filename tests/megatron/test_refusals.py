@@ -28,7 +28,6 @@ from dfa_megatron.megatron.tested_fields import REFUSED as REFUSED_FIELDS
 from dfa_megatron.megatron.tested_fields import TRIED
 from dfa_megatron.megatron.tokens import batch
 from dfa_megatron.megatron.tokens import packs as documents
-from dfa_megatron.runtime.comm.symmetric_memory import KeptArena
 from dfa_megatron.whole_batch import pairs_of
 from tests.frameworks import megatron_harness as harness
 from tests.frameworks.megatron_rows import FULL, like
@@ -75,14 +74,6 @@ def build(**changes: Any) -> DistributedCoreAttention:
         "pg_collection": SimpleNamespace(cp=None), "options": OPTIONS,
     }  # fmt: skip
     return DistributedCoreAttention(**{**arguments, **changes})
-
-
-def test_stages_of_a_pipeline_keep_the_memory_for_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KeptArena, "gives_back", True)
-    for stages in (1, 2):
-        changes = {"pipeline_model_parallel_size": stages, "pipeline_dtype": torch.float32}
-        build(config=config_of(**changes))
-        assert KeptArena.gives_back is (stages == 1)
 
 
 def call(**changes: Any) -> None:

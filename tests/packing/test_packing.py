@@ -190,7 +190,8 @@ def test_without_torch_distributed_there_is_one_rank() -> None:
 @over_ranks(3)
 def test_what_cannot_be_sharded_is_refused_with_what_works(rank: int, world_size: int) -> None:
     assert_refused("there is nothing to share", shard_sequence, torch.zeros(1, 0))
-    assert_refused("no such layout", shard_sequence, torch.zeros(1, 9), layout="spiral")
+    for name in ("spiral", "load_balanced"):
+        assert_refused("load_balanced with cu_seqlens", shard_sequence, torch.zeros(1, 9), layout=name)
     with pytest.raises(UnsupportedError, match=r"cu_seqlens of dtype torch\.int64"):
         shard_sequence(torch.zeros(1, 9), cu_seqlens=torch.tensor([0, 9]))
     assert_refused("it ends at 8, but", unshard_sequence, torch.zeros(1, 3), cu_seqlens=(0, 8))

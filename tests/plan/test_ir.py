@@ -53,20 +53,22 @@ def test_a_digest_does_not_depend_on_the_order_of_records() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("  block 0 0 0", "  block 0 zero 0", "line 7 .*'  block 0 zero 0'.*invalid literal"),
-        ("  block 0 0 0", "  crate 0 0 0", "line 7 .*no record of a plan"),
-        ("phase forward", "phase sideways", "line 5 .*'phase sideways'.*no 'sideways'"),
-        ("phase backward", "phase forward", "one too many"),
-        ("plan ring contiguous", "plan ring", "line 1"),
-        ("mask {", "mask [", "line 2"),
-        ('"length": 4', '"length": 3', "line 2 .*not within the 3 tokens"),
-        ('"length": 4', '"length": 4.5', "line 2 .*integers"),
-        ("[[0, 4,", "[[4,", "line 2"),
-        ("2:4@1", "2:4@9", "line 4 .*the ranks are 0 to 1"),
-        ("2:4@1", "2:4", "line 4"),
-        ("step 1\n", "step 3\n", "line .*the next step is 1"),
-        ("phase forward\nstep 0\n", "", "line 5 .*outside a phase"),
-        ("chunks 0:2@0 2:4@1\n", "", "lacks its plan, mask or chunks"),
+        ('"block", 0, 0, 0, 0]', '"block", 0, 0, "zero", 0]', "line 2 .*it has numbers"),
+        ('"block", 0, 0, 0, 0]', '"block", 0, 0, true, 0]', "line 2 .*it has numbers"),
+        ('"block", 0, 0, 0, 0]', '"block", 0, 0, 0.0, 0]', "line 2 .*it has numbers"),
+        ('"block", 0, 0, 0, 0]', '"crate", 0, 0, 0, 0]', "line 2 .*there is no 'crate'"),
+        ('"block", 0, 0, 0, 0]', '"block", 0, 0, 0]', "line 2 .*missing 1 required"),
+        ('"move", 0, 0, 1, "kv"', '"move", 0, 0, 1, 1', "line 5 .*a move a name"),
+        ('["forward", "block"', '["sideways", "block"', "line 2 .*there is no 'sideways'"),
+        ('["forward", "block", 0, 0, 0, 0]', "", "line 2 "),
+        ('"layout": "contiguous", ', "", "line 1 .*layout"),
+        ('"mask": {', '"mask": [', "line 1 "),
+        ('"length": 4', '"length": 3', "line 1 .*not within the 3 tokens"),
+        ('"length": 4', '"length": 4.5', "line 1 .*integers"),
+        ("[[0, 4,", "[[4,", "line 1 "),
+        ("[2, 4, 1]", "[2, 4, 9]", "line 1 .*the ranks are 0 to 1"),
+        ("[2, 4, 1]", "[2, 4]", "line 1 "),
+        ("[2, 4, 1]", '[2, 4, "1"]', "line 1 .*integers"),
     ],
 )
 def test_text_that_is_no_plan_is_quoted(old: str, new: str, complaint: str) -> None:
@@ -111,5 +113,7 @@ def test_a_refusal_shows_the_grid_with_the_failing_cell_marked() -> None:
 
 def test_a_text_without_one_of_its_phases_is_refused() -> None:
     text = to_text(plan_of("ring", causal(4), 2))
-    with pytest.raises(PlanError, match="lacks phase backward"):
-        from_text(text[: text.index("phase backward")])
+    with pytest.raises(PlanError, match="lacks blocks of phase backward"):
+        from_text(text[: text.index('["backward"')])
+    with pytest.raises(PlanError, match="lacks blocks of phase forward and backward"):
+        from_text("")

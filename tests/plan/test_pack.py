@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -10,8 +9,7 @@ from itertools import pairwise
 import pytest
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.kernels import launching
-from dfa_megatron.kernels.launching import Takes, launches, uncut
+from dfa_megatron.kernels import uncut
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Segment, Span, Tile
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Phase, Plan
 from dfa_megatron.plan.language.layout import contiguous
@@ -19,7 +17,7 @@ from dfa_megatron.plan.language.mask import block_causal_documents, documents
 from dfa_megatron.plan.language.tree import prompt_tree
 from dfa_megatron.plan.language.work import FAR
 from dfa_megatron.plan.lowering import kernel_calls
-from dfa_megatron.plan.lowering.kernel_calls import Planned, packs, segments_of
+from dfa_megatron.plan.lowering.kernel_calls import Planned, Takes, launches, packs, segments_of
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower, lower_all
 from dfa_megatron.plan.lowering.messages import rank_messages
@@ -187,14 +185,14 @@ def test_a_prompt_is_joined_to_its_answers_where_copies_take_less_than_their_row
 def test_programs_whose_calls_use_keys_again_are_proved_and_right(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "ROW", 1 << 40)
+    monkeypatch.setattr(kernel_calls, "ROW", 1 << 40)
     monkeypatch.setattr(kernel_calls, "MOST_COPIES", 99)
     again = 0
     for case in (*every_mask(32, random.Random(3)), *heterogeneous_masks(32, random.Random(4))):
         plan = plan_of(schedule, case.mask, 3 if case.mask.length % 3 == 0 else 2)
         for phase in (plan.forward, plan.backward):
             landings = landings_of(phase)
-            programs = [lower(one, functools.partial(launches, copying(4))) for one in landings]
+            programs = [lower(one, copying(4)) for one in landings]
             check_programs(landings, programs)
             assert arrays.is_right(phase, programs, dense.reference(case.dense, seed=3), "random")
             again += sum(

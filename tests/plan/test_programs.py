@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from dfa_megatron.errors import PlanError
-from dfa_megatron.kernels.launching import Takes, launches, uncut
+from dfa_megatron.kernels import uncut
 from dfa_megatron.plan.language.geometry import FULL, Band, Segment, Span
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal, full
 from dfa_megatron.plan.language.program import BufferMerges, Call, Destination, Launch, Program, Region, Step
-from dfa_megatron.plan.lowering.kernel_calls import in_packs
+from dfa_megatron.plan.lowering.kernel_calls import ANY, Takes
 from dfa_megatron.plan.lowering.landings import Arenas, landings_of
 from dfa_megatron.plan.lowering.lower import lower, lower_all
 from dfa_megatron.plan.proof.check import check, check_plan, check_programs, prove_arena
@@ -308,9 +308,9 @@ def lowered(ranks: int) -> list[tuple[Reference, list[tuple[Plan, list[Program]]
     rng, out = random.Random(ranks), []
     for case in every_mask(2 * ranks * rng.randint(1, 2), rng):
         takes = Takes("window", uncut, skips=rng.random() < 0.5, repeats=rng.choice([0, 4]))
-        ways = in_packs, functools.partial(launches, takes)
         programs = [
-            (plan, [lower(one, rng.choice(ways)) for one in landings_of(plan)]) for _, plan in plans(case, ranks)
+            (plan, [lower(one, rng.choice((ANY, takes))) for one in landings_of(plan)])
+            for _, plan in plans(case, ranks)
         ]
         out.append((reference(case.dense, seed=ranks), programs))
     return out

@@ -58,9 +58,9 @@ def test_plans_of_schedules_and_one_with_other_blocks_run_and_what_is_off_is_tol
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("  block 0 0 0", "  block 0 zero 0", "line 7 of the plan's text cannot be read: '  block 0 zero 0' (invalid"),
-        ("plan ring", "plans ring", "line 1"),
-        ("  block 0 0 0\n", "", "R4"),
+        ("0, 0, 0, 0]", '0, 0, "0", 0]', "line 2 of the plan's text cannot be read: "),
+        ('"schedule": ', '"plan": ', "line 1"),
+        ('["forward", "block", 0, 0, 0, 0]\n', "", "R4"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(

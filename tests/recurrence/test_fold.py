@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dfa_megatron.layouts import contiguous, zigzag
-from dfa_megatron.recurrence import Scan
+from dfa_megatron.recurrence import Scan, dist_scan
 from dfa_megatron.recurrence.local_scan import local_scan
 from dfa_megatron.recurrence.passing import _moves
 from dfa_megatron.recurrence.share import Share, edges_of
@@ -55,6 +55,7 @@ def test_tokens_that_do_not_belong_together_are_refused() -> None:
     x = recurrence("gla", 4, seed=0).tokens
     assert_refused("lengths", local_scan, Scan(linear_attention, "k", "v"), {**x, "v": x["v"][:, :2]}, Share(0, (0, 4)))
     assert_refused("no 'key' among them", local_scan, Scan(linear_attention, "key", "v"), x, Share(0, (0, 4)))
+    assert_refused("no 'k' among them", dist_scan, Scan(linear_attention, "k", "v"), {})
     assert_refused("it ends at 4, but the ranks hold 8", Share, 0, (0, 4, 8), (0, 4))
     for layout in ("zigzag", zigzag(8, 2), contiguous(8, 4)):
         assert_refused("contiguous tokens, in rank order", edges_of, layout, 4, 2)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from dfa_megatron.kernels import BlockCall
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockCall
 from dfa_megatron.kernels.segments import Segments
 from tests.fuzz.__main__ import main
 from tests.fuzz.attempt import attempt

@@ -15,7 +15,7 @@ import dfa_megatron
 from dfa_megatron import remat
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.runtime import counters
+from dfa_megatron.runtime import prepare
 from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.arguments import arguments
 from tests.support.attend import case
@@ -70,7 +70,9 @@ def test_every_checkpoint_and_the_compiler_give_the_same_gradients_without_a_bre
         layer.zero_grad()
         x.grad = None
         COUNTERS.reset()
-        counters._said.clear()
+        prepare._SAID.clear()
+        for prepared in prepare.in_use():
+            prepared.said.clear()
         with contextlib.redirect_stderr(io.StringIO()) as said:
             way(x).square().sum().backward()
         if name == "compiled" and rank == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,11 +62,12 @@ def test_partials_over_any_share_of_the_keys_merge_to_the_whole(rank: int, world
 @over_ranks(2)
 def test_ranks_that_ask_for_different_things_are_told(rank: int, world_size: int) -> None:
     q, k, config = torch.randn(1, 1, 2, 8), torch.randn(1, 3, 2, 8), DistAttentionConfig(kernel="reference")
-    others = {"softmax_scale": 0.5, "softcap": 2.0, "sinks": torch.zeros(2), "v_cache": k[..., :4]}
-    for name, other in others.items():
-        given = {"v_cache": k, **({name: other} if rank else {})}
+    others: list[dict[str, Any]] = [{"softmax_scale": 0.5}, {"softcap": 2.0}, {"sinks": torch.zeros(2)}]
+    others += [{"v_cache": k[..., :4]}, {"k_cache": k[:, :, :1], "v_cache": k[:, :, :1]}]
+    for other in others:
+        given = {"k_cache": k, "v_cache": k} | (other if rank else {})
         with pytest.raises(DisagreementError, match="run different"):
-            decode_attn_func(q, k, **given, config=config, group=dist.new_group([0, 1]))  # type: ignore[arg-type]
+            decode_attn_func(q, **given, config=config, group=dist.new_group([0, 1]))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import dfa_megatron
 from dfa_megatron import dist_flash_attn_func, dist_flash_attn_varlen_func, kernels, layouts, stats
 from dfa_megatron.config import DistAttentionConfig
 from dfa_megatron.names import LAYOUTS
-from dfa_megatron.runtime import counters, prepare
+from dfa_megatron.runtime import prepare
 from dfa_megatron.sharding import layout_of_tokens
 from tests.support.arguments import arguments
 from tests.support.workers import over_ranks
@@ -100,13 +100,13 @@ def test_stats_count_what_ran_since_the_last_call(rank: int, world_size: int) ->
 def test_the_line_says_how_a_new_attention_runs_and_stands_once(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counters, "_said", set())
+    monkeypatch.setattr(prepare, "_SAID", set())
     for rows in (11, 12, 11):
         call(rows)
     assert capfd.readouterr().err.splitlines() == ["dfa: 1 rank, contiguous, cpu"]
     call(13, kernel="reference")
     assert capfd.readouterr().err.splitlines() == ["dfa: 1 rank, contiguous, reference"]
-    monkeypatch.setenv(counters.QUIET, "1")
+    monkeypatch.setenv(prepare.QUIET, "1")
     call(14, schedule="ring", kernel="aten" if torch.cuda.is_available() else "cpu")
     assert capfd.readouterr().err == ""
 

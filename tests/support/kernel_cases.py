@@ -11,7 +11,7 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import dense_attention
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Need, Saved, accumulator_dtype
+from dfa_megatron.kernels import BlockCall, BlockKernel, Need, Saved, accumulator_dtype
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import FULL, Band, Form, form_of

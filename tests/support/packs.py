@@ -11,7 +11,7 @@ import torch
 
 from dfa_megatron import kernels
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import Need
+from dfa_megatron.kernels import Need
 from dfa_megatron.plan.language.layout import Layout, by_name, of_lengths
 
 

@@ -207,6 +207,7 @@ PAIR: Rollouts = [[1, 2, 3], [1, 2, 0]]
         ({"token_lists": []}, "0 rollouts with 0 loss masks"),
         ({"token_lists": [[1], []]}, "rollout 1 of shape"),
         ({"token_lists": [[1.5]]}, "rollout 0 of shape"),
+        ({"multiple_of": 0}, "multiple_of=0"),
         ({"loss_masks": [[1, 1, 1]]}, "2 rollouts with 1 loss masks"),
         ({"loss_masks": [[1, 1, 1], [1, 1]]}, "rollout 1 of shape"),
         ({"loss_masks": [[1, 1, 1], [0, 0.5, 1]]}, "rollout 1 of shape"),

@@ -14,7 +14,7 @@ from benchmarks.attention.job import Job, Problem
 from benchmarks.attention.method import Attention, Method, local_kernel, saved_for
 from dfa_megatron.doctor.world import World
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.api import BlockCall, BlockKernel
+from dfa_megatron.kernels import BlockCall, BlockKernel
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL
 
 Tensor = torch.Tensor

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.adapters.shared import (
     Operator,
     build_refusal,
@@ -17,10 +19,9 @@ from dfa_megatron.kernels.adapters.shared import (
     equal_dims_refusal,
     vectorised,
 )
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
-from dfa_megatron.kernels.launching import LaunchKind, cut_tall
 from dfa_megatron.kernels.segments import Segments
-from dfa_megatron.plan.language.geometry import FULL, Segment
+from dfa_megatron.plan.language.geometry import FULL, UNBOUNDED, Segment, Span, Tile
+from dfa_megatron.plan.language.program import LaunchKind
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,26 @@ _BACKWARD = Operator(
     (*_INPUTS, "grad_out", "out", "logsumexp", "rng_state|philox_seed", "unused|philox_offset"),
     results=3,
 )
+
+
+def cut_tall(whole: Tile) -> Iterator[Tile]:
+    """Cut into at most three tiles, each of them full or with no more rows than columns.
+
+    FlashAttention-2 ignores a right bound of kv_len or more, and adds a right bound of kv_len to a left bound that
+    stands alone. Both change the result only if rows outnumber columns. The right bound hides pairs only in the first
+    kv_len - 1 rows, the left bound only in the last kv_len - 1. So cut those rows off; the middle is full.
+    """
+    tile: Tile | None = whole
+    while tile is not None:
+        columns = len(tile.kv)
+        if tile.band.is_full or len(tile.q) <= columns:
+            yield tile
+            return
+        cut = tile.q.lo + columns if tile.hi != UNBOUNDED else tile.q.hi - columns  # tile.hi bounds j - i
+        head = tile.restrict(Span(tile.q.lo, cut), tile.kv)
+        assert head is not None, "a shrunk tile has no empty row"
+        yield head
+        tile = tile.restrict(Span(cut, tile.q.hi), tile.kv)
 
 
 class AtenFlashKernel(BlockKernel):

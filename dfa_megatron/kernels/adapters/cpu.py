@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
 
+from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype, uncut
 from dfa_megatron.kernels.adapters.shared import Operator
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype
-from dfa_megatron.kernels.launching import cut_rows, uncut
 from dfa_megatron.kernels.segments import visible
-from dfa_megatron.plan.language.geometry import Tile, form_of
+from dfa_megatron.plan.language.geometry import Span, Tile, form_of
 from dfa_megatron.plan.language.leaves import LeafSizes
 
 _INPUTS = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
@@ -28,6 +27,14 @@ MASK_ROWS = 512
 def _cut(tile: Tile) -> Iterable[Tile]:
     """Cut a band into tiles whose masks are small."""
     return cut_rows(tile, MASK_ROWS) if form_of(tile.band, len(tile.q), len(tile.kv)) == "band" else uncut(tile)
+
+
+def cut_rows(tile: Tile, rows: int) -> Iterator[Tile]:
+    """Cut into tiles of at most `rows` rows, each shrunk to the columns that its rows see."""
+    for start in range(tile.q.lo, tile.q.hi, rows):
+        cut = tile.restrict(Span(start, start + rows), tile.kv)
+        assert cut is not None, "a shrunk tile has no empty row"
+        yield cut
 
 
 class CpuKernel(BlockKernel):

@@ -8,9 +8,9 @@ import os
 import torch
 
 from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.adapters.shared import Operator, build_refusal, capability_text, dense, gpu_refusal
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.language.geometry import form_of
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
+from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, uncut
 from dfa_megatron.kernels.adapters.flash4_launches import has_memory, late_gradients, launches_seen
 from dfa_megatron.kernels.adapters.shared import build_refusal, capability_text, dense, gpu_refusal, vectorised
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.current_stream import stream_of
-from dfa_megatron.kernels.launching import uncut
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.names import say_once
 from dfa_megatron.plan.language.leaves import LeafSizes

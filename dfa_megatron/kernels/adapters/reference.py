@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype
+from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype
 from dfa_megatron.kernels.segments import visible
 from dfa_megatron.names import say_once
 

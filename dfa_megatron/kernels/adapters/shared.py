@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils.deterministic
 
-from dfa_megatron.kernels.api import Need
+from dfa_megatron.kernels import Need
 
 _VECTOR_BYTES = 16
 

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 import torch
 
+from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.adapters.shared import capability_text
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
 from dfa_megatron.kernels.triton.support import (
     interpreted,
     large_shared_memory,

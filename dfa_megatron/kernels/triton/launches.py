@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from dfa_megatron.kernels.api import BlockCall, Partial, Saved
+from dfa_megatron.kernels import BlockCall, Partial, Saved
 from dfa_megatron.kernels.current_stream import stream_of
 from dfa_megatron.kernels.segments import Segments, moved
 from dfa_megatron.kernels.triton.adapter import Blocks

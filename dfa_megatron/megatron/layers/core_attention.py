@@ -79,10 +79,6 @@ class DistributedCoreAttention(torch.nn.Module):
             from megatron.core.process_groups_config import ProcessGroupCollection
 
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        if config.pipeline_model_parallel_size > 1:
-            from dfa_megatron.runtime.comm.symmetric_memory import keep_arenas
-
-            keep_arenas()
         self.config = config
         self.layer_number = layer_number
         self.options = options

@@ -215,9 +215,8 @@ def cut_at(layout: Layout, tokens: Iterable[int]) -> Layout:
     chunks, owners = list[Span](), list[int]()
     for chunk, owner in zip(layout.chunks, layout.owner, strict=True):
         inside = edges[bisect_right(edges, chunk.lo) : bisect_left(edges, chunk.hi)]
-        parts = [Span(lo, hi) for lo, hi in pairwise([chunk.lo, *inside, chunk.hi])]
-        chunks += parts
-        owners += [owner] * len(parts)
+        chunks += [Span(lo, hi) for lo, hi in pairwise([chunk.lo, *inside, chunk.hi])]
+        owners += [owner] * (len(inside) + 1)
     more = Layout(tuple(chunks), tuple(owners), layout.ranks, layout.queries)
     return more if len(chunks) > len(layout.chunks) else layout
 
@@ -233,7 +232,8 @@ def by_name(name: str, length: int, ranks: int) -> Layout:
         UnsupportedError: no such layout, or no tokens.
     """
     if name not in LAYOUTS:
-        raise UnsupportedError(f"layout {name!r}", "there is no such layout", "one of " + ", ".join(LAYOUTS))
+        instead = f"{', '.join(LAYOUTS)}, or load_balanced with cu_seqlens"
+        raise UnsupportedError(f"layout {name!r}", "it does not follow from the length", instead)
     if not length:
         instead = "more; layouts.contiguous(all tokens, ranks) for layout, where other ranks hold some"
         raise UnsupportedError(f"a sequence of {length} tokens on {ranks} ranks", "there is nothing to share", instead)

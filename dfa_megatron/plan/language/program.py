@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dfa_megatron.plan.language.geometry import Band, Segment, Span, Tile
 from dfa_megatron.plan.language.ir import Phase
@@ -125,6 +125,10 @@ def _among(places: _Shifted, rows: Span) -> _Shifted:
     """Return the places that meet some rows."""
     first = bisect_right(places, rows.lo, key=lambda place: place[0].hi)
     return places[first : bisect_left(places, rows.hi, first, key=lambda place: place[0].lo)]
+
+
+LaunchKind = Literal["segment", "window", "segments"]
+"""What one launch computes: one segment, several that share one window, or several of any bands."""
 
 
 class Launch(NamedTuple):

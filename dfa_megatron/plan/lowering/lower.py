@@ -34,7 +34,7 @@ from dfa_megatron.plan.language.program import (
     Step,
     WriteMerge,
 )
-from dfa_megatron.plan.lowering.kernel_calls import Launching, Planned, in_packs
+from dfa_megatron.plan.lowering.kernel_calls import ANY, Planned, Takes, launches
 from dfa_megatron.plan.lowering.landings import BufferRow, Landings, Life, assign_slots, landings_of
 from dfa_megatron.plan.lowering.messages import Parts
 
@@ -47,17 +47,17 @@ def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
     return [lower(landings) for landings in landings_of(plan, batch)]
 
 
-def lower(landings: Landings, launching: Launching = in_packs) -> Program:
+def lower(landings: Landings, takes: Takes = ANY) -> Program:
     """Lower a plan for one rank.
 
     Args:
         landings: of the plan and the rank.
-        launching: decides the calls of a kernel, and their launches.
+        takes: what one launch of the kernel computes, which decides calls and launches.
 
     Raises:
         PlanError: the plan breaks a rule of the language.
     """
-    return _Lowering(landings, launching).program()
+    return _Lowering(landings, takes).program()
 
 
 class _Buffers(NamedTuple):
@@ -71,8 +71,8 @@ class _Buffers(NamedTuple):
 class _Lowering:
     """State of one lowering: the buffers of the rank's results, and their lives."""
 
-    def __init__(self, landings: Landings, launching: Launching) -> None:
-        plan, self.landings, self.launching = landings.plan, landings, launching
+    def __init__(self, landings: Landings, takes: Takes) -> None:
+        plan, self.landings, self.takes = landings.plan, landings, takes
         self.written: dict[int, list[Write]] = defaultdict(list)
         self.leaves: Leaves | None = None
         if plan.order is not None:
@@ -190,7 +190,7 @@ class _Lowering:
                 # Leaves by window: in company each has the kernel that it has alone.
                 groups[buffers, None if self.leaves is None else tile.band].append(placed)
         for (buffers, _), tiles in groups.items():
-            for planned in self.launching(tuple(tiles), self.leaves is not None):
+            for planned in launches(self.takes, tuple(tiles), self.leaves is not None):
                 call = self._call(step, buffers, planned)
                 leaves = [()] * len(call.writes) if self.leaves is None else self.leaves.of_call(call, planned.tiles)
                 for region, brought in zip(call.writes, leaves, strict=True):

@@ -1,7 +1,7 @@
 """Memory that every rank of a group can write into, and the arena of a group in it, which stays between calls.
 
-All plans share the arena, and it is as large as recent calls need. It moves on all ranks at the same call: each counts
-the same calls. A group that calls nothing keeps it until the group is destroyed.
+All plans share the arena, which grows with the largest call, on all ranks at once. The group keeps it until it is
+destroyed.
 """
 
 from __future__ import annotations
@@ -72,25 +72,14 @@ def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 4096
-"""Calls in a row that need at most half of the arena, after which the rest is given back.
-
-To move it stops all ranks for some tenths of a second. An evaluation between steps costs no move: 32 layers make so
-many calls in 64 steps.
-"""
-
 _ALIGNMENT = 1 << 21
 
 
 class KeptArena(Transport):
     """A transport that keeps an arena.
 
-    over: the channel of the ranks. device: of the arena. gives_back: for the whole process, see `keep_arenas`.
+    over: the channel of the ranks. device: of the arena.
     """
-
-    gives_back = True
-    _calls = _most = 0
-    """The calls since the last that needed more than half of the arena, and the most bytes of them."""
 
     def __init__(self, over: Channel, device: torch.device) -> None:
         self.over, self.device = over, device
@@ -105,30 +94,21 @@ class KeptArena(Transport):
         raise NotImplementedError
 
     def reserve(self, nbytes: int) -> None:
-        """Make the arena large enough for the next call, and count it; every rank calls this with the same number.
+        """Make the arena large enough for a new attention; every rank calls this with the same number.
 
         Raises:
             UnsupportedError: on every rank if one has no memory for it, or it may not move.
         """
-        size = self._arena.numel()
-        if nbytes > size:
-            self._move(nbytes)
-        elif 2 * nbytes >= size or self.pinned or not self.gives_back:
-            self._calls = self._most = 0
-        else:
-            self._calls, self._most = self._calls + 1, max(self._most, nbytes)
-            if self._calls >= PATIENCE and not self._stays():
-                if _aligned(self._most) < size:
-                    self._move(self._most)
-                self._calls = self._most = 0
+        if nbytes > self._arena.numel():
+            self._grow(nbytes)
 
     def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return the arena; it belongs to one call at a time."""
         return self._arena
 
-    def _move(self, nbytes: int) -> None:
+    def _grow(self, nbytes: int) -> None:
         """Let go of the arena and make one of that size; collective."""
-        before, size, why = self._arena.numel(), _aligned(nbytes), self._stays()
+        before, size, why = self._arena.numel(), -(-nbytes // _ALIGNMENT) * _ALIGNMENT, self._stays()
         if not why:
             self.settle()
         self.over.agree({"call": "move the memory for messages", "bytes": str(size), "why not": why})
@@ -137,10 +117,8 @@ class KeptArena(Transport):
             raise UnsupportedError(what, why, "one run of the largest call before any capture, or transport='p2p'")
         # The old arena goes first, even if the new one fails. Its memory is free once every rank has let go of it.
         self._arena, self._addresses = Mapped(torch.empty(0, dtype=torch.uint8, device=self.device), [])
-        self._calls = self._most = 0
         self.over.exchange({})
-        if size:
-            self._arena, self._addresses = self.allocate(size)
+        self._arena, self._addresses = self.allocate(size)
         logger.info("memory for messages: %.2f GiB, was %.2f", size / 2**30, before / 2**30)
 
     def _stays(self) -> str:
@@ -150,16 +128,3 @@ class KeptArena(Transport):
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured"
         return ""
-
-
-def keep_arenas() -> None:
-    """Give nothing back in this process; every rank says so.
-
-    PyTorch frees this memory once the device has done all its work. In a pipeline that may include a message from
-    another stage, which waits in the same way for one from here.
-    """
-    KeptArena.gives_back = False
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -49,7 +49,7 @@ class Transport:
     queued = pinned = False
 
     def reserve(self, nbytes: int) -> None:
-        """Have memory for the next call; all ranks of the group say the same number, at set-up and before each call."""
+        """Have memory for a new attention; all ranks of the group say the same number."""
 
     def arena(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return the bytes into which one run receives, as many on every rank; their content is garbage."""

@@ -251,7 +251,7 @@ class Transports:
         return GlooTransport(own) if device.type == "cpu" else NcclTransport(own)
 
     def reserve(self, device: torch.device, kind: str, nbytes: int) -> Transport:
-        """Return that kind of transport, with receive memory for the next call; collective if memory moves.
+        """Return that kind of transport, with receive memory for a new attention; collective if memory moves.
 
         If a GPU has no memory for it, "auto" is point to point from then on.
 

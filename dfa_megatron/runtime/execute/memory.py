@@ -13,7 +13,7 @@ from dfa_megatron.kernels.segments import Segments, Split
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Program
 from dfa_megatron.plan.language.sizes import Sizes
-from dfa_megatron.plan.lowering.kernel_calls import Launching
+from dfa_megatron.plan.lowering.kernel_calls import Takes
 from dfa_megatron.plan.lowering.landings import Arenas, Landings, landings_of
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.runtime.cuda_driver import Copy
@@ -142,7 +142,7 @@ def _segments(call: Call, *, ragged: bool) -> Segments:
     return Segments(call.segments, q_len, kv_len, ragged=ragged, split=split)
 
 
-def placed(plan: Plan, rank: int, sizes: Sizes, launching: Launching, peers: Sequence[int] | None = None) -> MemoryPlan:
+def placed(plan: Plan, rank: int, sizes: Sizes, takes: Takes, peers: Sequence[int] | None = None) -> MemoryPlan:
     """Lower a phase for one rank, prove its program and place its messages.
 
     Each rank proves its own program; with one digest of the plan on all ranks, all are proved. All hear of an error.
@@ -151,7 +151,7 @@ def placed(plan: Plan, rank: int, sizes: Sizes, launching: Launching, peers: Seq
         plan: the phase for all ranks.
         rank: this one.
         sizes: of its tensors.
-        launching: decides the calls of the kernel, and their launches.
+        takes: what one launch of the kernel computes.
         peers: the numbers in the group of the plan's ranks; None: the same.
 
     Raises:
@@ -160,6 +160,6 @@ def placed(plan: Plan, rank: int, sizes: Sizes, launching: Launching, peers: Seq
     from dfa_megatron.plan.proof.check import check_programs
 
     landings = landings_of(plan, sizes.batch)
-    program = lower(landings[rank], launching)
+    program = lower(landings[rank], takes)
     check_programs(landings, [program])
     return plan_memory(program, landings, sizes, peers)

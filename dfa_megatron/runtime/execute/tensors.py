@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dfa_megatron.kernels.api import BlockCall, BlockKernel, Saved
+from dfa_megatron.kernels import BlockCall, BlockKernel, Saved
 from dfa_megatron.kernels.merge import add, identity_, merge
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.kernels.tape import call_recorded

@@ -20,8 +20,8 @@ import torch
 import dfa_megatron
 from dfa_megatron import kernels, masks, names
 from dfa_megatron.errors import ExecutionError
+from dfa_megatron.kernels import BlockCall, Partial, Saved
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
-from dfa_megatron.kernels.api import BlockCall, Partial, Saved
 from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.kernels.tape import launched, unrecorded
 from dfa_megatron.runtime import run

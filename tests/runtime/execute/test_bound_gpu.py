@@ -9,7 +9,7 @@ import torch
 
 import dfa_megatron
 from dfa_megatron import DistAttentionConfig, kernels
-from dfa_megatron.kernels.api import Need
+from dfa_megatron.kernels import Need
 from dfa_megatron.runtime import run
 from dfa_megatron.runtime.prepare import in_use
 from tests.runtime.comm.test_nccl import compare, gpu_case

@@ -10,7 +10,6 @@ import torch
 
 from dfa_megatron import kernels, masks, tree_positions
 from dfa_megatron.doctor.dense import dense_attention
-from dfa_megatron.kernels import launching
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.lowering import kernel_calls
 from dfa_megatron.runtime.prepare import in_use
@@ -49,9 +48,9 @@ def test_masks_are_dense_attention_where_launches_use_keys_again(skips: bool, mo
     used = joined = 0
     monkeypatch.setattr(kernels, "KERNELS", {**kernels.KERNELS, "reference": Windows()})
     monkeypatch.setattr(Windows, "skips_rows", skips)
-    monkeypatch.setattr(launching, "ROW", 1 << 40)
+    monkeypatch.setattr(kernel_calls, "ROW", 1 << 40)
     monkeypatch.setattr(kernel_calls, "MOST_COPIES", 99)
-    launching.launches.cache_clear()
+    kernel_calls.launches.cache_clear()
     rng = random.Random(5)
     for kind in (*2 * MANY, *range(KINDS, KINDS + 6)):
         ranks, softcap, sinks = rng.randint(1, 4), rng.choice([0.0, 5.0]), rng.random() < 0.5
@@ -68,7 +67,7 @@ def test_masks_are_dense_attention_where_launches_use_keys_again(skips: bool, mo
         pairs = [two for call in calls for two in pairwise(call.segments)]
         joined += sum(a.q_lo == b.q_lo for a, b in pairs)
         used += sum(a.q_lo < b.q_lo and b.kv_lo < a.kv_hi for a, b in pairs)
-    launching.launches.cache_clear()
+    kernel_calls.launches.cache_clear()
     assert used > 8
     assert joined > 8
 
