@@ -132,9 +132,8 @@ def _check_size(accelerator: Any, size: int, known: Sharing | None, *, loop: boo
     """Refuse a number of ranks that does not fit, or that comes too late for a loop's loaders."""
     world = accelerator.state.num_processes
     if size < 1 or world % size:
-        raise UnsupportedError(
-            f"size={size} on {world} ranks", "groups of that many ranks do not use all of them", f"a divisor of {world}"
-        )
+        why = "groups of that many ranks do not use all of them"
+        raise UnsupportedError(f"size={size} on {world} ranks", why, f"a divisor of {world}")
     if known is not None and size != known.size:
         raise UnsupportedError(
             f"size={size} for a second model",

@@ -82,6 +82,12 @@ def check_model(model: Any, *, unlisted: bool) -> list[torch.nn.Module]:
             "it chooses blocks of keys, or compresses them, or chooses in another way than is known",
             "a model with such a choice, as those of types deepseek_v32, glm_moe_dsa and hy_v4",
         )
+    decoder = model.get_decoder()
+    within = decoder if is_multimodal(model) else model
+    layers = [x for x in within.modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")]
+    if within is model and (encoding := [type(x).__name__ for x in layers if not x.is_causal]):
+        what = f"attention that is not causal in a layer of type {encoding[0]}"
+        raise UnsupportedError(what, "models are distributed with a causal mask", "causal self-attention in all layers")
     if strange := _unlisted(model):
         if not unlisted:
             raise UnsupportedError(
@@ -96,9 +102,6 @@ def check_model(model: Any, *, unlisted: bool) -> list[torch.nn.Module]:
             f"{name} is not of transformers itself, so it was never compared with one rank: what it computes from "
             "several tokens at once sees those of one rank alone. dfa_megatron.huggingface.prove(model) compares it"
         )
-    decoder = model.get_decoder()
-    within = decoder if is_multimodal(model) else model
-    layers = [x for x in within.modules() if hasattr(x, "is_causal") and hasattr(x, "layer_idx")]
     _check_layers(model, decoder, layers)
     return layers
 

@@ -71,11 +71,9 @@ def checkpoint_function(own: Callable[..., Any], checkpoint: str, *, offload: bo
 def check_layers(model: Any, options: TrainingConfig, *, reentrant: bool) -> None:
     """Refuse layers that transformers cannot checkpoint, before the model is changed."""
     able = model.supports_gradient_checkpointing and any(hasattr(x, "gradient_checkpointing") for x in model.modules())
-    kind, checkpoint = kind_of(model), options.checkpoint
+    kind, why = kind_of(model), "transformers does not checkpoint its layers"
     if not able and options.checkpoints_layers:
-        raise UnsupportedError(
-            f"checkpoint={checkpoint!r} for {kind}", "transformers does not checkpoint its layers", "checkpoint='none'"
-        )
+        raise UnsupportedError(f"checkpoint={options.checkpoint!r} for {kind}", why, "checkpoint='none'")
     text = model.config.get_text_config()
     if reentrant and (getattr(text, "num_kv_shared_layers", False) or any(getattr(text, "kv_sharing_modes", ()))):
         raise UnsupportedError(

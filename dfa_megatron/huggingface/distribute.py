@@ -86,36 +86,35 @@ def distribute_attention(
     if options.fixed_degree > 1:  # "auto" takes one that divides
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)
+    decoder, scores = inner.get_decoder(), classifies(inner)
+    if known is None and hasattr(decoder, CONTEXT):
+        what = f"a {type(inner).__name__} around a decoder that is distributed already"
+        raise UnsupportedError(what, "its batches would be cut twice", "distribute_attention of one of the two alone")
     context = known or LayerContext(_copy_configs(model, inner), multimodal=is_multimodal(inner))
+    if context.group != name:  # the ranks of another one have compared their weights
+        context = replace(context, compared=())
     _set_attention(inner)
     context = replace(context, group=name, size=group_size(name), options=options, unlisted=unlisted, local=False)
-    decoder, scores = inner.get_decoder(), classifies(inner)
     if known is None:
         _hook(decoder if scores else inner, decoder)
-    if scores:
-        join_scores(inner, context)
+        if scores:
+            join_scores(inner)
     for module in (inner, decoder):
         setattr(module, CONTEXT, context)
+        follow_router(type(module).forward)
     adopt(inner, context, attentions)
-    follow_router(type(inner).forward)
     set_tile(inner, options)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)
     return model
-
-
-def _attention_of(model: Any) -> str:
-    """Return the attention implementation of a model's text."""
-    name: str = model.config.get_text_config()._attn_implementation
-    return name
 
 
 def _set_attention(model: Any) -> None:
     """Give a model's text the attention implementation `dfa`, which also serves what is local; towers keep theirs."""
     config, text = model.config, model.config.get_text_config()
     field = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
-    if _attention_of(model) != NAME:
+    if text._attn_implementation != NAME:
         model.set_attn_implementation(NAME if text is config else {field: NAME})
-    if _attention_of(model) != NAME:  # transformers only warns
+    if text._attn_implementation != NAME:  # transformers only warns
         raise UnsupportedError(
             kind_of(model),
             "its layers compute attention in code of their own, whatever implementation is set",
@@ -131,7 +130,7 @@ def _copy_configs(model: Any, inner: Any) -> str:
     """
     from transformers import PretrainedConfig
 
-    before = _attention_of(inner)
+    before: str = inner.config.get_text_config()._attn_implementation
     copies: dict[int, Any] = {}
     for module in model.modules():
         for name, value in [*vars(module).items()]:
@@ -148,14 +147,14 @@ def _hook(inner: Any, decoder: Any) -> None:
     inner.register_forward_hook(inputs.finish)
     for module in {inner, decoder}:
         module.register_forward_hook(leave, always_call=True)
+    decoder.register_load_state_dict_post_hook(inputs.compare_again)
     embedded.hook(decoder)
 
 
 @contextmanager
 def local_attention(model: torch.nn.Module) -> Iterator[None]:
     """Give the model its former attention for a while: whole sequences on one rank, caches, generation."""
-    inner = transformers_model(model)
-    context: LayerContext | None = getattr(inner, CONTEXT, None)
+    context: LayerContext | None = getattr(transformers_model(model), CONTEXT, None)
     with nullcontext() if context is None else for_a_while(context, local=True):
         yield
 
@@ -204,11 +203,8 @@ def transformers_model(model: torch.nn.Module) -> Any:
     found = list(dict.fromkeys(_outermost(model)))
     kind, kinds = type(model).__name__, ", ".join(type(each).__name__ for each in found)
     if not found:
-        raise UnsupportedError(
-            f"a model of type {kind}",
-            "no transformers model was found in it",
-            "a transformers causal language model; elsewhere, dfa_megatron.DistFlashAttention",
-        )
+        instead = "a transformers causal language model; elsewhere, dfa_megatron.DistFlashAttention"
+        raise UnsupportedError(f"a model of type {kind}", "no transformers model was found in it", instead)
     if len(found) > 1:
         raise UnsupportedError(
             f"several transformers models in one module, a {kind} with {kinds}",

@@ -17,6 +17,8 @@ from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forw
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import unshard_sequence
 
+_HOOKED = "_dfa_hooked_head"  # the attribute of a classifier for the hook of its head in its present call
+
 _PADDING = "_dfa_padding"
 """The attribute of a model whose scores are joined for what was padded on the left of its present call's rows."""
 
@@ -100,21 +102,26 @@ def classifies(model: Any) -> bool:
     return isinstance(model, GenericForSequenceClassification)
 
 
-def join_scores(model: Any, context: LayerContext) -> None:
-    """Let the head's scores, of which the model takes each row's last, be those of all tokens; may be called again.
+def join_scores(model: Any) -> None:
+    """Let the head's scores, of which the model takes each row's last, be those of all tokens.
 
     Such a model keeps whole batches: its decoder cuts them. Every rank computes the same loss, with gradients as above.
+    A head may be replaced, wrapped or copied at any time (PEFT), so each call hooks the one that the model has then.
     """
-    setattr(model.score, CONTEXT, context)
-    if _join_scores not in model.score._forward_hooks.values():
-        model.score.register_forward_hook(_join_scores)
+    model.register_forward_pre_hook(_hook_head)
+    model.register_forward_hook(_leave_head, always_call=True)
 
 
-def _join_scores(head: Any, args: Any, scores: torch.Tensor) -> torch.Tensor:
-    context: LayerContext = getattr(head, CONTEXT)
-    if context.local or context.size == 1:
-        return scores
-    return unshard_sequence(scores, group=resolve(context.group))
+def _hook_head(model: Any, args: Any) -> None:
+    context: LayerContext = getattr(model, CONTEXT)
+    if context.size > 1 and not context.local:
+        group = resolve(context.group)
+        vars(model)[_HOOKED] = model.score.register_forward_hook(lambda *of: unshard_sequence(of[-1], group=group))
+
+
+def _leave_head(model: Any, *_: Any) -> None:
+    if (hook := vars(model).pop(_HOOKED, None)) is not None:
+        hook.remove()
 
 
 _OF_TOKENS = ("logits", "last_hidden_state", "hidden_states")

@@ -116,12 +116,6 @@ def sums_tokens(function: Function) -> Function:
     return function
 
 
-def adds_up(function: Any) -> bool:
-    """Return whether a loss function is known to be such a sum: transformers' causal one, or one that was marked."""
-    author = getattr(function, "__func__", function)
-    return is_causal(function) or getattr(author, _MARK, None) is author
-
-
 @together
 def tiled_loss(
     head: torch.nn.Module,
@@ -165,7 +159,8 @@ def check_loss(model: Any, given: Arguments, context: LayerContext) -> None:
         return
     own = model.loss_function if computes_loss(model) else f"in {type(model).__name__}.forward"
     own = LOSS_MAPPING.get(model.loss_type, own) if own is causal_loss else own  # which stands for what the type names
-    if not adds_up(own):
+    author = getattr(own, "__func__", own)
+    if not is_causal(own) and getattr(author, _MARK, None) is not author:
         raise UnsupportedError(
             f"labels for the loss function {getattr(own, '__qualname__', own)}",
             "it is given the labels of this rank's tokens, already shifted, and might shift them or take their mean",
@@ -217,10 +212,8 @@ def check_router(model: Any) -> None:
     """Refuse a model whose loss of routers would count the tokens of this rank alone: the name was put back."""
     found = vars(sys.modules[inspect.unwrap(type(model).forward).__module__]).get(_BALANCE)
     if found is not None and not hasattr(found, OWN):
-        name = type(model).__name__
-        raise UnsupportedError(
-            f"a {name} whose router's loss did not reach ours", "its name was put back", "distribute_attention again"
-        )
+        what = f"a {type(model).__name__} whose router's loss did not reach ours"
+        raise UnsupportedError(what, "its name was put back", "distribute_attention again")
 
 
 def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: int, top_k: int) -> torch.Tensor:

@@ -60,6 +60,9 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
     """
     context: LayerContext = getattr(model, CONTEXT)
     check_adapters(model)  # which may be added later than attention is distributed
+    if getattr(model.get_decoder(), CONTEXT, None) is not context:
+        what = f"a {type(model).__name__} whose decoder was replaced, or distributed by itself, since"
+        raise UnsupportedError(what, "it would not know the documents of a batch", "distribute_attention of the model")
     if not knows_all(model, context):  # layers were copied or replaced
         adopt(model, context, check_model(model, unlisted=context.unlisted))
     if torch.is_grad_enabled():
@@ -91,6 +94,11 @@ def _changed(model: Any, context: LayerContext) -> bool:
     """Return whether to compare weights: in the first call, and in training once more after the first step."""
     known = context.compared
     return not known or (len(known) < 2 and torch.is_grad_enabled() and changes(model) not in known)
+
+
+def compare_again(decoder: Any, *_: Any) -> None:
+    """Forget that the ranks have compared their weights, because others were loaded."""
+    getattr(decoder, CONTEXT).compared = ()
 
 
 def _read(model: Any, given: Arguments) -> tuple[Arguments, Forward]:
@@ -137,10 +145,8 @@ def finish(model: Any, args: Any, output: Any) -> Any:
     forward = forward_of(model)
     named, indexers = isinstance(output, Mapping), whole_loss(forward)
     forward.context.indexer_loss = indexers
-    if forward.labelled is None:
-        return None
     loss: torch.Tensor | None = output.get("loss") if named else output[0]
-    if loss is None:
+    if forward.labelled is None or loss is None:
         return None
     total = as_whole(loss, forward.context.group) if forward.context.size > 1 else loss
     if indexers is not None:

@@ -90,9 +90,8 @@ def seen_in(
     stated = _of_offsets(given, rows, length)
     found = None if positions is None else _of_positions(positions.expand(rows, -1))
     if stated is not None and found is not None and stated != found:
-        raise UnsupportedError(
-            "cu_seq_lens_q that disagree with position_ids", "they say where documents begin in two ways", "one of them"
-        )
+        what, why = "cu_seq_lens_q that disagree with position_ids", "they say where documents begin in two ways"
+        raise UnsupportedError(what, why, "one of them")
     documents = found if stated is None else stated
     if documents is None or all(len(offsets) == 2 for offsets in documents):
         return None
@@ -123,9 +122,8 @@ def _of_offsets(given: Mapping[str, Any], batch: int, length: int) -> Documents 
     offsets = _numbers(keys if queries is None else queries)
     both = keys is not None and queries is not None and keys is not queries
     if both and _numbers(keys) != offsets:
-        raise UnsupportedError(
-            "cu_seq_lens_k other than cu_seq_lens_q", "queries and keys must be of the same documents", "the same"
-        )
+        what, why = "cu_seq_lens_k other than cu_seq_lens_q", "queries and keys must be of the same documents"
+        raise UnsupportedError(what, why, "the same")
     ends = [row * length for row in range(batch + 1)]
     increasing = all(lo < hi for lo, hi in pairwise(offsets))
     if not offsets or offsets[0] or offsets[-1] != ends[-1] or not increasing or not {*ends} <= {*offsets}:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.fuzz.frameworks.steps import check_each
 from tests.huggingface import rows
 from tests.huggingface.one_process import assert_same, total_loss
 from tests.support.close import assert_close
-from tests.support.models import build, gradients, text
+from tests.support.models import build, gradients, text, with_noise
 from tests.support.workers import over_ranks, run_each
 
 PACK = text(1, 12, seed=3) | {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])}
@@ -203,3 +204,54 @@ def test_a_copy_of_a_model_is_distributed_as_well() -> None:
     dfa_hf.distribute_attention(other, config=TrainingConfig(checkpoint="remat"))  # once more: hooks are not doubled
     assert len(other.model._forward_pre_hooks) == 1
     assert torch.equal(other(**batch).loss, model(**batch).loss)
+
+
+def test_a_decoder_belongs_to_one_distributed_model_or_a_call_says_so() -> None:
+    model, other = dfa_hf.distribute_attention(build("Llama")), classifier("Llama", None)
+    want, other.model = model(**PACK).loss, model.model
+    with pytest.raises(UnsupportedError, match="around a decoder that is distributed already"):
+        dfa_hf.distribute_attention(other)
+    dfa_hf.distribute_attention(model.model)
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM whose decoder was replaced, or distributed"):
+        model(**PACK)
+    assert torch.equal(dfa_hf.distribute_attention(model)(**PACK).loss, want)
+
+
+HEADS = (None, {}, {"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}, {"target_modules": ["q_proj", "score"]})
+
+
+def classifier(kind: str, head: dict[str, Any] | None, *, first: bool = True) -> Any:
+    """A classifier, whose head is replaced, or gets PEFT's copy or adapter, before or after it is distributed."""
+    peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(build(kind, pad_token_id=0, num_labels=3).config)
+    model = model if first else dfa_hf.distribute_attention(model)
+    if head:
+        model = peft.get_peft_model(model, peft.LoraConfig(**head))
+    elif head is not None:
+        model.score = torch.nn.Linear(model.config.hidden_size, 3, bias=False)
+    return with_noise(model)
+
+
+def classes(seed: int, longest: int) -> dict[str, torch.Tensor]:
+    mask = (torch.arange(11) < torch.arange(longest - 3, longest + 1)[:, None]).long()  # the last may be any rank's
+    ids = text(4, 11, seed)["input_ids"].clamp(min=1)
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.arange(4) % 3}
+
+
+@over_ranks(2, timeout=150)
+def test_scores_are_of_whole_rows_whatever_becomes_of_the_head(rank: int, ranks: int) -> None:
+    for kind, head in itertools.product(("Llama", "Mixtral"), HEADS):
+        want, later = classifier(kind, head), classifier(kind, head, first=False)
+        with pytest.raises(IndexError):
+            later(input_ids=torch.full((1, 11), 99))
+        models = dfa_hf.distribute_attention(classifier(kind, head)), later, copy.deepcopy(later)
+        for model, longest in itertools.product(models, (4, 11)):
+            found, wanted = (each(**classes(longest, longest)) for each in (model, want))
+            assert_close(found.logits, wanted.logits, tolerance=2e-5, name=f"{kind} {head}")
+            model.zero_grad()
+            want.zero_grad()
+            torch.autograd.backward((found.loss / ranks, wanted.loss))
+            assert_same(gradients_of(model, None), gradients(want), f"{kind} {head}", 2e-5)
+            with dfa_hf.local_attention(model):
+                found, wanted = (each(**classes(rank, 5 + rank)).logits for each in (model, want))
+            assert_close(found, wanted, tolerance=2e-5, name=f"{kind} {head}, alone")

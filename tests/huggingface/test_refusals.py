@@ -111,6 +111,8 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("head_mask in a layer of type LlamaAttention", lambda: attend(head_mask=torch.ones(1))),
     ("attention dropout in a layer of type LlamaAttention", lambda: attend(dropout=0.2)),
     ("attention that is not causal", lambda: attend(is_causal=False)),
+    ("not causal in a layer of type BertSelf", lambda: asked(sized("Bert", "ForMaskedLM"))),
+    ("not causal in a layer of type ModernBert", lambda: asked(sized("ModernBert", "ForMaskedLM"), unlisted=True)),
     ("a window of 0 tokens", lambda: attend(mask=planned_mask.PlannedMask(0))),
     ("no transformers model", lambda: dfa_hf.distribute_attention(torch.nn.Linear(1, 1))),
     ("1 attentions in 2 layers, 2 of them different", lambda: asked(with_config(second="full_attention"))),

@@ -6,6 +6,7 @@ import logging
 import random
 import re
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
@@ -232,6 +233,11 @@ def weights_of_one_rank(rank: int, world_size: int) -> None:
             dist.broadcast(parameter.data, first)
     for _ in range(2):
         model(**part).loss.backward()
+    one, alone = draw.randrange(world_size), [dist.new_group([each]) for each in range(world_size)][rank]
+    model.load_state_dict(build("Llama", seed=rank == one).state_dict())  # later: both comparisons are made
+    for group in (None, alone, None):  # what the ranks of a group have compared says nothing of another
+        with nullcontext() if group else pytest.raises(DisagreementError, match="hold other weights"):
+            dfa_hf.distribute_attention(model, group=group)(**part)
 
 
 def test_ranks_of_a_group_with_other_weights_hear_which_and_those_with_other_batches_are_refused() -> None:
