@@ -74,8 +74,7 @@ def check_layers(model: Any, options: TrainingConfig, *, reentrant: bool) -> Non
     kind, why = kind_of(model), "transformers does not checkpoint its layers"
     if not able and options.checkpoints_layers:
         raise UnsupportedError(f"checkpoint={options.checkpoint!r} for {kind}", why, "checkpoint='none'")
-    text = model.config.get_text_config()
-    if reentrant and (getattr(text, "num_kv_shared_layers", False) or any(getattr(text, "kv_sharing_modes", ()))):
+    if reentrant and any(getattr(x, "is_kv_shared_layer", False) for x in model.modules()):
         raise UnsupportedError(
             f"re-entrant checkpointing of {kind} whose layers share keys",
             "the gradients of keys and values would stay in the layers that reuse them",

@@ -14,11 +14,12 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.hooks import refuse_unreached, replace
 from dfa_megatron.huggingface.check_model import CLASSES
 from dfa_megatron.huggingface.checkpointing import WRAPPED, keep_forward
@@ -108,7 +109,7 @@ def _replace_calls(layer: torch.nn.Module) -> None:
 
 
 def _replacing(name: str, real: Real) -> Real:
-    signature = inspect.signature(real)
+    signature = _signature(real)
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         call = innermost()
@@ -123,18 +124,30 @@ def _replacing(name: str, real: Real) -> Real:
         given.pop("kwargs", None)
         reach(name)
         with in_layer(call.owner):
-            return STANDS_IN[name](_by_place(real, [*signature.parameters][: len(args)]), options_of(forward), given)
+            return STANDS_IN[name](_by_place(real, name, signature, len(args)), options_of(forward), given)
 
     return replaced
 
 
-def _by_place(real: Real, names: Sequence[str]) -> Real:
-    """Return a function that hands these arguments over by place: packages that transformers calls name them anew."""
+def _signature(real: Any) -> inspect.Signature:
+    """Return the signature of a function of transformers; where the package `kernels` is installed it is a module."""
+    if not isinstance(real, torch.nn.Module):
+        return inspect.signature(real)
+    whole = inspect.signature(type(real).forward)
+    return whole.replace(parameters=[*whole.parameters.values()][1:])
 
-    @functools.wraps(real)
+
+def _by_place(real: Any, name: str, signature: inspect.Signature, count: int) -> Real:
+    """Return a function that hands so many arguments over by place: packages behind transformers name them anew."""
+    if "forward" in getattr(real, "__dict__", ()):
+        what, why = "kernels of the hub in a layer with a state", "they were never compared with one rank"
+        raise UnsupportedError(what, why, "a model without use_kernels; installed packages are called all the same")
+    names = [*signature.parameters][:count]
+
     def placed(*args: Any, **kwargs: Any) -> Any:
         return real(*args, *(kwargs.pop(name) for name in names[len(args) :]), **kwargs)
 
+    placed.__name__, placed.__signature__ = name, signature  # type: ignore[attr-defined]
     return placed
 
 

@@ -247,7 +247,7 @@ def _drops_gradient(function: Any) -> bool:
     """Return whether a function is mamba-ssm's, or calls it: transformers' dispatchers hold it in a closure."""
     inside = [function]
     for each in inside:  # which grows
-        cells = getattr(each, "__closure__", None) or ()
+        cells = getattr(getattr(each, "forward", each), "__closure__", None) or ()
         inside += [x for x in (cell.cell_contents for cell in cells) if callable(x) and x not in inside]
     return any(str(getattr(each, "__module__", "")).startswith("mamba_ssm") for each in inside)
 

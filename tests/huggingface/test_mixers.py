@@ -31,7 +31,7 @@ from dfa_megatron.huggingface.hook_mixers import FUSED, STANDS_IN, listed
 from tests.frameworks.compare import assert_gradients, gradients_of
 from tests.fuzz.frameworks.steps import check_each
 from tests.huggingface import rows
-from tests.huggingface.one_process import assert_loss
+from tests.huggingface.one_process import Float64, assert_loss
 from tests.support.close import assert_close
 from tests.support.models import build, text
 from tests.support.pages import ROOT
@@ -182,11 +182,27 @@ DISPATCHED = {
 """Package, function and names of its first parameters, to which transformers hands a call over if it is installed."""
 
 
-def install(home: dict[str, Any], name: str) -> None:
+def as_module(function: Any) -> torch.nn.Module:
+    """Return a function as the package `kernels` makes a module of it."""
+
+    class Func(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [own, *inspect.signature(function).parameters.values()]
+    Func.forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return Func()
+
+
+def install(home: dict[str, Any], name: str, *, kernels: bool) -> None:
     """Have a model's file call a package's function that computes the same, as if the package were installed."""
     decorator = pytest.importorskip("transformers.integrations.hub_kernels").use_kernel_func_from_hub_with_fallback
     package, path, names = DISPATCHED[name]
-    real = inspect.unwrap(getattr(home[name], OWN, home[name]))
+    real = getattr(home[name], OWN, home[name])
+    if isinstance(real, torch.nn.Module):
+        (real,) = inspect.getclosurevars(type(real).forward).nonlocals.values()
+    real = inspect.unwrap(real)
     parameters = list(inspect.signature(real).parameters.values())
     parameters[: len(names.split())] = [x.replace(name=new) for x, new in zip(parameters, names.split(), strict=False)]
     signature = inspect.Signature(parameters)
@@ -200,26 +216,34 @@ def install(home: dict[str, Any], name: str) -> None:
     for part in reversed(path.split(".")):
         module = SimpleNamespace(**{part: module})
     with patch.dict(sys.modules, {package: module}):
-        home[name] = decorator(path.rpartition(".")[2], package)(real)
+        made = decorator(path.rpartition(".")[2], package)(real)
+    home[name] = as_module(made) if kernels and not isinstance(made, torch.nn.Module) else made
 
 
 @over_ranks(3, timeout=170)
 def test_functions_of_packages_that_name_arguments_otherwise_are_exact_or_refused(rank: int, ranks: int) -> None:
     from tests.huggingface.sweep.tiny import build as build_type
 
-    for number, kind in enumerate(("qwen3_next", "kimi_linear", "mamba2", "mamba")):
+    for number, kind in enumerate(("qwen3_next", "kimi_linear", "mamba2", "mamba") * 2):
         model = build_type(kind)
-        home = vars(sys.modules[type(model).__module__])
+        home, reals = vars(sys.modules[type(model).__module__]), dict[str, Any]()
         for name in DISPATCHED.keys() & home.keys():
-            install(home, name)
+            install(home, name, kernels=number > 3)
+            reals[name] = home[name]
         batch = text(1, 3 * ranks + number, seed=number)
         want = copy.deepcopy(model)
-        want(**batch, use_cache=False).loss.backward()
+        with Float64():
+            want(**batch, use_cache=False).loss.backward()
         distributed = dfa_hf.distribute_attention(model)
         if kind == "mamba":
             with pytest.raises(UnsupportedError, match="training through mamba-ssm's selective_scan_fn"):
                 distributed(**batch)
             continue
-        distributed(**batch).loss.backward()
+        with Float64():
+            distributed(**batch).loss.backward()
         found = gradients_of(distributed, dist.group.WORLD)
         assert_gradients({name: x / ranks for name, x in found.items()}, gradients_of(want), kind)
+        if number > 3:
+            reals["causal_conv1d_fn"].forward = inspect.unwrap  # as `kernelize` replaces it
+            with pytest.raises(UnsupportedError, match="kernels of the hub in a layer with a state"):
+                distributed(**batch)
