@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -39,8 +40,12 @@ from dfa_megatron.huggingface.current_forward import (
 )
 from dfa_megatron.huggingface.indexers import follow
 from dfa_megatron.huggingface.seen import Seen, refuse_for
+from dfa_megatron.names import say_once
 from dfa_megatron.recurrence import dist_conv, dist_mamba1, dist_mamba2, dist_scan, fla_scan
+from dfa_megatron.recurrence.upstream import drops_gradient
 from dfa_megatron.runtime.cu_seqlens import Offsets
+
+logger = logging.getLogger(__name__)
 
 Real = Callable[..., Any]
 
@@ -109,7 +114,7 @@ def _replace_calls(layer: torch.nn.Module) -> None:
 
 
 def _replacing(name: str, real: Real) -> Real:
-    signature = _signature(real)
+    signature = inspect.signature(_function_of(real))
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         call = innermost()
@@ -123,18 +128,29 @@ def _replacing(name: str, real: Real) -> Real:
         given = dict(signature.bind(*args, **kwargs).arguments)
         given.pop("kwargs", None)
         reach(name)
+        called = _by_place(_kernel(name, real, forward), name, signature, len(args))
         with in_layer(call.owner):
-            return STANDS_IN[name](_by_place(real, name, signature, len(args)), options_of(forward), given)
+            return STANDS_IN[name](called, options_of(forward), given)
 
     return replaced
 
 
-def _signature(real: Any) -> inspect.Signature:
-    """Return the signature of a function of transformers; where the package `kernels` is installed it is a module."""
-    if not isinstance(real, torch.nn.Module):
-        return inspect.signature(real)
-    whole = inspect.signature(type(real).forward)
-    return whole.replace(parameters=[*whole.parameters.values()][1:])
+def _function_of(real: Any) -> Real:
+    """Return a function of transformers, also where the package `kernels` has made a module of it."""
+    if isinstance(real, torch.nn.Module):
+        (real,) = inspect.getclosurevars(type(real).forward).nonlocals.values()
+    found: Real = real
+    return found
+
+
+def _kernel(name: str, real: Real, forward: Forward) -> Real:
+    """Return what computes: transformers' own code in place of mamba-ssm's scan that cannot be trained over ranks."""
+    trains = torch.is_grad_enabled() and forward.context.size > 1
+    if not trains or name != "mamba_selective_scan" or not drops_gradient(real):
+        return real
+    say_once(logger.warning, "Mamba's scan over ranks is transformers' own: mamba-ssm's drops the state's gradient")
+    own: Real = inspect.unwrap(_function_of(real))
+    return own
 
 
 def _by_place(real: Any, name: str, signature: inspect.Signature, count: int) -> Real:
@@ -193,5 +209,5 @@ STANDS_IN: dict[str, Callable[[Real, Arguments, Arguments], Any]] = {
 }
 """What stands in for a function of transformers' modelling files, by its name there."""
 
-FUSED = ("mamba2_split_conv1d_scan_combined",)
+FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
 """Functions that compute several of these at once, or return None where they cannot, as they do here."""

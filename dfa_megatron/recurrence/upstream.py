@@ -221,7 +221,7 @@ def dist_mamba1(
     """
     z = options.pop("z", None)
     function, options = MAMBA1.of(function, options)
-    if _drops_gradient(function) and torch.is_grad_enabled() and group_size(group) > 1:
+    if drops_gradient(function) and torch.is_grad_enabled() and group_size(group) > 1:
         why = "its backward drops the gradient of the last state, which goes on to the next rank"
         instead = "transformers' mamba_selective_scan"
         raise UnsupportedError("training through mamba-ssm's selective_scan_fn over ranks", why, instead)
@@ -243,7 +243,7 @@ def dist_mamba1(
     return out if z is None else out * F.silu(z), final.squeeze(3)
 
 
-def _drops_gradient(function: Any) -> bool:
+def drops_gradient(function: Any) -> bool:
     """Return whether a function is mamba-ssm's, or calls it: transformers' dispatchers hold it in a closure."""
     inside = [function]
     for each in inside:  # which grows

@@ -227,5 +227,5 @@ def test_an_option_that_ranks_cannot_serve_is_refused_by_name(match: str) -> Non
 
 @over_ranks(2)
 def test_a_kernel_without_the_gradient_of_its_state_does_not_train_over_ranks(rank: int, ranks: int) -> None:
-    upstream._drops_gradient = lambda function: True
+    upstream.drops_gradient = lambda function: True
     assert_refused("drops the gradient of the last state", dist_mamba1, _unknown, MAMBA, X)
