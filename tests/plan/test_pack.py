@@ -181,6 +181,13 @@ def test_a_prompt_is_joined_to_its_answers_where_copies_take_less_than_their_row
     assert len(launches(copying(4), long)) == 2
 
 
+def test_tiles_that_would_become_a_band_stay_apart_for_a_kernel_without_bands() -> None:
+    tiles = Tile(Span(8, 16), Span(0, 8)), Tile(Span(8, 16), Span(8, 16), hi=0)
+    whole, *apart = (launches(Takes("segment", uncut, bands=bands), tiles) for bands in (True, False))
+    assert [one.tiles for one in whole] == [(Tile(Span(8, 16), Span(0, 16), hi=0),)]
+    assert [[one.tiles for one in found] for found in apart] == [[tiles[:1], tiles[1:]]]
+
+
 @pytest.mark.parametrize("schedule", ["ring", "greedy"])
 def test_programs_whose_calls_use_keys_again_are_proved_and_right(
     schedule: str, monkeypatch: pytest.MonkeyPatch
