@@ -26,8 +26,8 @@ def ablation(name: Ablation) -> Iterator[None]:
     """
     if name == "no_communication":
         logger.warning("communication is left out: every distributed attention gives wrong results")
-    driven = {"no_overlap": as_it_stands(_InTurn), "no_communication": as_it_stands(lambda _: Transport())}
-    with driven.get(name, nullcontext()):
+    drives = {"no_overlap": _InTurn, "no_communication": lambda _: Transport()}
+    with nullcontext() if name == "none" else as_it_stands(drives[name]):
         yield
 
 
