@@ -84,7 +84,6 @@ paper-toy() {
 one-gpu() {
     gpu-tests
     cell host-time 120 $PY -m benchmarks.host_time --kernel flash4 --out {out}.json
-    cell tiled-loss 180 $TORCHRUN benchmarks.tiled_loss --out {out}.json
     cell one-gpu 120 $ATTENTION --preset one_gpu
     cell recurrence 150 $RECURRENCE
     cell recurrence-forward 150 $RECURRENCE --no-backward
@@ -97,7 +96,6 @@ two-gpus() {
     cell automatic-no-link 180 NCCL_P2P_DISABLE=1 $ATTENTION --preset automatic
     cell automatic-sockets 240 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 $HOSTS --preset automatic
     cell hybrid 180 $HYBRID --layers 65536:qwen3-next
-    cell tiled-loss 180 $TORCHRUN benchmarks.tiled_loss --out {out}.json
     cell megatron-layers 240 $LAYERS --layers 65536:8:14336 131072:8:14336 --warmup 1 --repeats 3
     cell megatron-training 300 $STEPS 524288:1:2:remat
     cell packed-32k 150 $PACKED 32768

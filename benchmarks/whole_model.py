@@ -11,12 +11,13 @@ recompute whole layers. Rows begin with the same weights and text, so that the f
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import pydoc_data.topics
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.attention.baselines.deepspeed import join_deepspeed, register_ulysses
@@ -82,6 +84,7 @@ class Whole(Flags):
     lengths: tuple[int, ...] = flag((131072, 262144), "of whole sequences")
     steps: int = flag(2, "of each row, after a short one; the fastest counts")
     offload: bool = flag(False, "what checkpoints save to the host")
+    mlp_tile: int = flag(0, "of tokens, by which MLPs run, and run again in the backward; 0: whole")
     longest: bool = flag(False, "then a step at the longest length that memory and time let expect, of each way")
     seconds: float = flag(580.0, "after which nothing is begun; what would take longer is left out")
 
@@ -122,6 +125,8 @@ class WholeBench:
         cuda = self.world.cuda
         with torch.device("meta"):
             model = (SHAPES["qwen3-8b"] if cuda else TINY).model(1 << 23).float().train()
+        for layer in model.model.layers if self.job.mlp_tile else ():
+            layer.mlp.forward = functools.partial(by_tiles, layer.mlp.forward, self.job.mlp_tile)
         self.training = TiledModel(model)
         mesh = init_device_mesh(self.world.device.type, (self.world.size,))
         given = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if cuda else OffloadPolicy()}
@@ -130,6 +135,12 @@ class WholeBench:
         self.training.to_empty(device="cpu")
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(self.world.device)
         self.names, self.parameters = zip(*self.training.named_parameters(), strict=True)
+
+    def pin(self, length: int) -> None:
+        """Have the allocator hold the host memory that checkpoints save to: machines give it slowly, once."""
+        hidden = torch.Size((1, length // self.world.size, self.training.model.config.hidden_size))
+        layers = self.training.model.config.num_hidden_layers
+        _ = [torch.empty(hidden, dtype=torch.bfloat16, pin_memory=True) for _ in range(2 * layers)]
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -187,6 +198,8 @@ class WholeBench:
             self.begin()
             self.step(way, min(self.world.size * (2048 if cuda else 8), length))
             self.begin()
+            if cuda and self.job.offload:
+                self.pin(length)
             clear_memory()
             taken = [self.step(way, length) for _ in range(steps)]
             if cuda:  # outside of PyTorch's allocator: messages, NCCL, the context
@@ -234,6 +247,11 @@ class WholeBench:
         unit = self.world.size * (4096 if self.world.cuda else 16)
         length = int(min(by_memory, by_time)) // unit * unit
         self.row(way, length, 1, by_memory=int(by_memory), by_time=int(by_time), expected_gib=base + slope * length)
+
+
+def by_tiles(own: Callable[[Tensor], Tensor], tile: int, x: Tensor) -> Tensor:
+    """Compute an MLP (batch, seq, dim) by tiles of tokens; each keeps its input alone for the backward."""
+    return torch.cat([checkpoint(own, part, use_reentrant=False) for part in x.split(tile, 1)], 1)
 
 
 @contextlib.contextmanager

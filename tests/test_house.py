@@ -46,7 +46,7 @@ WIDE_FOR_NOW = {"runtime/op.py:attention_backward"}
 """May only become shorter."""
 
 BUDGETS = {
-    "benchmarks": 5_992,
+    "benchmarks": 5_835,
     "cli": 851,
     "deepspeed": 1_033,
     "docs": 1_171,
@@ -62,7 +62,7 @@ BUDGETS = {
     "remat": 485,
     "runtime": 5_362,
     "sequence": 418,
-    "tests": 37_274,
+    "tests": 37_267,
     "top": 1_946,
     "trees": 315,
 }
