@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     elif flags.explain or flags.schedule == "auto":
         looked_at = candidates(mask, ranks, sizes=sizes, layout=flags.layout, hardware=hardware)
         title = f"auto took {plan.schedule}" if flags.schedule == "auto" else f"the candidates on {hardware.name}"
-        print(f"\n{title}; ms of forward and backward, or of the host launching them if longer:\n{explain(looked_at)}")
+        print(f"\n{title}; ms of both passes, or of the host if a layer cannot hide it:\n{explain(looked_at)}")
     if flags.svg is not None:
         flags.svg.write_text(draw(plan, "svg", sizes=sizes, hardware=hardware), encoding="utf-8")
     if flags.text is not None:

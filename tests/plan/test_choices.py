@@ -1,6 +1,6 @@
-"""The choices of `auto` and of the degree stay as good as those of 2026-11-29, by the estimates of that day.
+"""The choices of `auto` and of the degree stay as good as the saved ones, by the estimates saved with them.
 
-`choices.json` has, for each of 378 cells, profile, ranks, tokens a rank, heads, key heads, mask, choice, and the
+`choices.json` has, for each of 384 cells, profile, ranks, tokens a rank, heads, key heads, mask, choice, and the
 seconds of every candidate; for each of 128 cells of degrees the seconds by degree.
 """
 

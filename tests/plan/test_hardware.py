@@ -62,7 +62,7 @@ def test_few_heads_with_few_rows_leave_multiprocessors_idle() -> None:
     assert rates == sorted(rates)
     assert rates[0] < 0.1 * rates[2]
     assert flash.rate("forward", 4096**2, 4096, heads=33) == pytest.approx(flash.rate("forward", 4096**2), rel=0.05)
-    assert dataclasses.replace(flash, multiprocessors=None).rate("forward", 4096**2, 128, heads=2) == max(
+    assert dataclasses.replace(flash, multiprocessors=0).rate("forward", 4096**2, 128, heads=2) == max(
         flash.rate("forward", 4096**2, rows) for rows in (128, 4096)
     )
 

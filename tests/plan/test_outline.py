@@ -72,7 +72,8 @@ def of_program(program: Program, shape: Sizes, hardware: Hardware) -> tuple[floa
         rate = hardware.rate(program.phase.name, pairs, queries, call.kv.rows, shape.batch * shape.heads)
         seconds += pairs * shape.flops_per_pair(program.phase) / rate
     messages = sum(len(step.sends) + len(step.receives) for step in program.steps)
-    return seconds, hardware.host.seconds(len(calls), len(merges), messages)
+    host = hardware.host
+    return seconds, host.run + len(calls) * host.call + len(merges) * host.merge + messages * host.message
 
 
 def test_an_outline_has_the_calls_merges_and_messages_of_the_programs() -> None:

@@ -32,7 +32,7 @@ from dfa_megatron.plan.schedules.assignments import direct
 class Candidate:
     """A candidate of `auto`: its plan and its cost, or the reason for its refusal.
 
-    cost: of forward and backward together.
+    cost: of forward and backward together, its host ahead by the rest of a layer.
     refusal, instead: set in place of a plan; the reason, and an alternative.
     """
 
@@ -175,7 +175,10 @@ def _priced(
     plans = [schedule.plan(mask, ranks, held=held)]
     if schedule.route is direct and (nodes := hardware.node_size(ranks)) is not None and nodes > 1:
         plans.append(over_nodes(plans[0], nodes))
-    return [Candidate(plan.schedule, plan.layout, plan, timed(plan, sizes, hardware)) for plan in plans]
+    lead = hardware.lead(sizes.batch * mask.length // ranks, sizes.heads * sizes.head_dim)
+    costs = [timed(plan, sizes, hardware) for plan in plans]
+    costs = [replace(cost, host=cost.host - lead) for cost in costs]
+    return [Candidate(plan.schedule, plan.layout, plan, cost) for plan, cost in zip(plans, costs, strict=True)]
 
 
 # The time of a plan.
@@ -321,9 +324,8 @@ def clocked(plan: Outline, sizes: Sizes, hardware: Hardware, *, events: bool = F
         for call in work:
             clocks.compute(step, call)
         clocks.move(step, messages)
-    host = max(hardware.host.seconds(*counts) for counts in clocks.issued)
     busy, sent, received = tuple(clocks.busy), tuple(clocks.sent), tuple(clocks.received)
-    return Timeline(max(clocks.done), busy, sent, received, host, tuple(clocks.events))
+    return Timeline(max(clocks.done), busy, sent, received, max(clocks.host), tuple(clocks.events))
 
 
 class _Clocks:
@@ -333,8 +335,8 @@ class _Clocks:
         self.hardware, self.note, self.phase, self.events = hardware, note, plan.phase, list[Event]()
         self.done, self.ended, self.delivered, self.busy = ([0.0] * plan.ranks for _ in range(4))
         self.sent, self.received = ([0] * plan.ranks for _ in range(2))
-        self.issued = [[0, 0, 0] for _ in range(plan.ranks)]  # calls, merges, messages
-        self.node = [hardware.node(rank) for rank in range(plan.ranks)]
+        self.host = [hardware.host.run] * plan.ranks
+        self.node = [rank // (hardware.ranks_per_node or plan.ranks) for rank in range(plan.ranks)]
         names = {name for step in plan.messages for _, _, parts in step for name, _ in parts}
         self.row = {name: sum(sizes.row_bytes(name)) for name in names}
         phase, flops, heads = plan.phase.name, sizes.flops_per_pair(plan.phase), sizes.batch * sizes.heads
@@ -345,7 +347,7 @@ class _Clocks:
 
     def compute(self, step: int, call: CallOutline) -> None:
         """Put one kernel call on its rank's compute queue."""
-        self.issued[call.rank][0] += 1
+        self.host[call.rank] += self.hardware.host.call
         self._work(step, call.rank, self.seconds[call[1:4]], blocks=call.blocks)
 
     def move(self, step: int, messages: Sequence[tuple[int, int, Contents]]) -> None:
@@ -364,15 +366,15 @@ class _Clocks:
         for (src, dst, parts), size in zip(messages, nbytes, strict=True):
             self.sent[src] += size
             self.received[dst] += size
-            self.issued[src][2] += 1
-            self.issued[dst][2] += 1
+            self.host[src] += self.hardware.host.message
+            self.host[dst] += self.hardware.host.message
             if self.note:
                 span, label = times[src, dst], "+".join(name for name, _ in parts)
                 self.events.append(Event(src, "send", self.phase.name, step, *span, label, dst, size))
                 self.events.append(Event(dst, "receive", self.phase.name, step, *span, label, src, size))
             for name, _ in parts:
                 if name in self.phase.write_names:
-                    self.issued[dst][1] += 1
+                    self.host[dst] += self.hardware.host.merge
                     self._work(step, dst, self.hardware.launch_overhead, f"merge {name}")
 
     def _work(self, step: int, rank: int, seconds: float, label: str = "", blocks: tuple[Block, ...] = ()) -> None:

@@ -25,17 +25,14 @@ class Host:
     """Seconds of the host, which issues the work of a rank ahead of its device.
 
     run: one forward or backward, from the call to the return. call: a kernel call. merge: the merge of a partial.
-    message: to post or to receive one.
+    message: to post or to receive one. layer: both passes of a layer's other work.
     """
 
     run: float = 0.0
     call: float = 0.0
     merge: float = 0.0
     message: float = 0.0
-
-    def seconds(self, calls: int, merges: int, messages: int) -> float:
-        """Return the seconds of one run with so many parts."""
-        return self.run + calls * self.call + merges * self.merge + messages * self.message
+    layer: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ class Hardware:
         network: the link between nodes. Each rank has its own adapter, which works beside its link.
         host: what a rank's host takes for each part of a run.
         multiprocessors: of a GPU. Each computes TILE rows of a head at once, so few heads with few rows leave some
-            idle. None: any work uses all of the device.
+            idle. 0: any work uses all of the device.
     """
 
     name: str
@@ -81,16 +78,18 @@ class Hardware:
     ranks_per_node: int | None = None
     network: Link | None = None
     host: Host = Host()
-    multiprocessors: int | None = None
+    multiprocessors: int = 0
 
     def node_size(self, ranks: int) -> int | None:
         """Return the ranks per node if so many ranks are on several nodes, else None."""
-        nodes = self.ranks_per_node
-        return nodes if nodes is not None and nodes < ranks else None
+        return self.ranks_per_node if (self.ranks_per_node or ranks) < ranks else None
 
-    def node(self, rank: int) -> int:
-        """Return the node of a rank."""
-        return 0 if self.ranks_per_node is None else rank // self.ranks_per_node
+    def lead(self, tokens: int, width: int) -> float:
+        """Return by how much a host is ahead of its device in the rest of a layer, seconds.
+
+        A layer `width` wide has about 12 width² weights, which a forward multiplies once and a backward twice.
+        """
+        return max(0.0, 2 * 3 * 12 * tokens * width**2 / self.forward[-1][1] - self.host.layer)
 
     def rate(self, phase: str, pairs: float, queries: int = 0, keys: int = 0, heads: int = RATED_HEADS) -> float:
         """Return operations per second of a kernel call.
@@ -112,14 +111,13 @@ class Hardware:
             of_square = side / math.sqrt(2)  # keys of a row of a causal square with as many pairs
             if 0 < pairs < queries * of_square:
                 rate *= (1 + ROW / of_square) / (1 + ROW * queries / pairs)
-        if heads == RATED_HEADS or self.multiprocessors is None:
+        if heads == RATED_HEADS or not self.multiprocessors:
             return rate
         rows = queries if phase == "forward" else keys
         return rate * self._used(rows, heads) / self._used(rows, RATED_HEADS)
 
     def _used(self, rows: int, heads: int) -> float:
         """Return the share of the multiprocessors' time that tiles use."""
-        assert self.multiprocessors is not None
         tiles = max(1, -(-rows // TILE)) * heads
         return tiles / (self.multiprocessors * -(-tiles // self.multiprocessors))
 
@@ -199,10 +197,10 @@ def computing_with(kernel: str | None, hardware: Hardware) -> Hardware:
 
 _HOPPER = RATES["cudnn"]
 
-_HOST = Host(run=364e-6, call=51e-6, merge=24e-6, message=95e-6)
+_HOST = Host(run=364e-6, call=51e-6, merge=24e-6, message=95e-6, layer=2e-3)
 """Replayed runs. call and merge: least squares over benchmarks/results/2026-11-23-1xh200-host-time.json at commit
 508b9ec; a later run is within 0.1 ms. message: the seven of 2026-11-22-2xh200-host-time.json. run: what is left of
-2026-11-23-2xh200-host-time.json, which has three.
+2026-11-23-2xh200-host-time.json, which has three. layer: `share` of 2026-11-30-4xh200-layers.json, 1.5 to 2.3 ms.
 """
 
 _GPU: dict[str, Any] = {"launch_overhead": 15e-6, "host": _HOST, "multiprocessors": 132}
