@@ -171,14 +171,14 @@ def _check_right(mask: torch.Tensor, labels: torch.Tensor | None) -> None:
 def cut_labels(shifted: torch.Tensor | None, count: torch.Tensor | int | None, context: LayerContext) -> Arguments:
     """Return the arguments of this rank's part of the next tokens' labels, and its share of their number.
 
-    `labels` only says that there are some: losses read `shift_labels`.
+    `labels` only says that there are some, and has none: losses read `shift_labels`, and one that does not must fail.
     Mixed precision of FSDP rounds tensors, so the number is Python's.
     """
     if shifted is None:
         return {}
     count = (shifted != IGNORED).sum() if count is None else count
     part = shard_sequence(shifted, group=context.group)
-    return {"labels": part, "shift_labels": part, "num_items_in_batch": (float(count) or 1.0) / context.size}
+    return {"labels": part[:, :0], "shift_labels": part, "num_items_in_batch": (float(count) or 1.0) / context.size}
 
 
 def shifted_labels(given: Arguments) -> torch.Tensor | None:

@@ -101,7 +101,7 @@ def distribute_attention(
             join_scores(inner)
     for module in (inner, decoder):
         setattr(module, CONTEXT, context)
-        follow_router(type(module).forward)
+        follow_router(module.forward)
     adopt(inner, context, attentions)
     set_tile(inner, options)
     set_checkpointing(inner, options.checkpoint, reentrant=reentrant, offload=options.remat_offload)

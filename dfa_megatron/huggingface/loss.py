@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.hooks import OWN, surround
+from dfa_megatron.hooks import refuse_unreached, surround
 from dfa_megatron.huggingface.batch import LABELS, first_of, next_labels, tokens_of
 from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext, innermost
 from dfa_megatron.huggingface.tiled_head import causal_loss, is_causal, run_in, summed_loss, tiled_head
@@ -202,18 +202,27 @@ def _of_all_ranks(
     real: Callable[..., Any], gate_logits: Any, num_experts: int | None = None, top_k: int = 2, *masks: Any, **more: Any
 ) -> Any:
     """Stand in for the loss of routers."""
-    call = innermost()
+    if call := innermost():
+        call.reached.add(_BALANCE)
     if call is None or not call.forward.distributed or not isinstance(gate_logits, tuple) or num_experts is None:
         return real(gate_logits, num_experts, top_k, *masks, **more)
     return _balance(call.forward, gate_logits, num_experts, top_k)
 
 
-def check_router(model: Any) -> None:
-    """Refuse a model whose loss of routers would count the tokens of this rank alone: the name was put back."""
-    found = vars(sys.modules[inspect.unwrap(type(model).forward).__module__]).get(_BALANCE)
-    if found is not None and not hasattr(found, OWN):
-        what = f"a {type(model).__name__} whose router's loss did not reach ours"
-        raise UnsupportedError(what, "its name was put back", "distribute_attention again")
+def check_reached(model: Any, output: Any, loss: torch.Tensor | None) -> None:
+    """Refuse a call whose forward made its losses past ours, as one that Liger put there since may do."""
+    call = innermost()
+    assert call is not None
+    if isinstance(output, Mapping):
+        balance = output.get("aux_loss")
+    else:
+        balance = next((x for x in output[loss is not None :] if getattr(x, "ndim", 1) == 0), None)
+    if balance is not None and _BALANCE not in call.reached:
+        refuse_unreached(model, [_BALANCE])
+    smooths = getattr(getattr(model, "loss_function", None), "func", None) is causal_loss
+    if smooths and loss is not None and causal_loss.__name__ not in call.reached:
+        what = f"label smoothing with a {type(model).__name__} whose forward makes the loss itself, as Liger's does"
+        raise UnsupportedError(what, "it smooths no labels", "label_smoothing_factor=0, or use_liger_kernel=False")
 
 
 def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: int, top_k: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ from dfa_megatron.huggingface.current_forward import (
 )
 from dfa_megatron.huggingface.hook_mixers import adopt, knows_all
 from dfa_megatron.huggingface.indexers import whole_loss
-from dfa_megatron.huggingface.loss import as_whole, check_loss, check_router
+from dfa_megatron.huggingface.loss import as_whole, check_loss, check_reached
 from dfa_megatron.huggingface.planned_mask import nothing_hidden
 from dfa_megatron.huggingface.seen import refuse_for
 from dfa_megatron.huggingface.tiled_head import tile_of
@@ -74,7 +74,6 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
             refuse_for("a model with its own attention")
         enter(model, Forward(context, distributed=False, tile=tile))
         return args, {name: x for name, x in kwargs.items() if name not in (TREE, MASK)}
-    check_router(model)
     verified = bool(context.group) and context.options.verify != "off"
     try:
         kept, forward = _read(model, given)
@@ -145,7 +144,9 @@ def finish(model: Any, args: Any, output: Any) -> Any:
     forward = forward_of(model)
     named, indexers = isinstance(output, Mapping), whole_loss(forward)
     forward.context.indexer_loss = indexers
-    loss: torch.Tensor | None = output.get("loss") if named else output[0]
+    loss: torch.Tensor | None = None if forward.labelled is None else output.get("loss") if named else output[0]
+    if forward.distributed:
+        check_reached(model, output, loss)
     if forward.labelled is None or loss is None:
         return None
     total = as_whole(loss, forward.context.group) if forward.context.size > 1 else loss

@@ -47,6 +47,10 @@ def distribute_trainer(
     if arguments.ddp_find_unused_parameters is None:
         # Trainer has DDP look for unused parameters unless it checkpoints itself.
         arguments.ddp_find_unused_parameters = False
+    if arguments.use_liger_kernel:  # Trainer puts its forward there when it trains, whose names are followed
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(trainer.model, arguments.liger_kernel_config)
     scores = _name_of(trainer) in _OF_SCORES
     share = functools.partial(share_sequences, accelerator, config=config, loop=False, scores=scores, unlisted=unlisted)
     size = share(trainer.model, size)

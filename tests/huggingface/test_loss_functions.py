@@ -10,6 +10,7 @@ import functools
 import io
 import random
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -233,6 +234,26 @@ def test_tiles_end_with_the_option_and_logits_without_labels_are_whole() -> None
     best = whole.logits.max(dim=-1)
     torch.testing.assert_close(tuple(tiled.logits.max(dim=-1)), tuple(best))
     assert torch.equal(torch.argmax(tiled.logits, dim=-1), best.indices)
+
+
+def test_a_forward_that_makes_the_loss_itself_must_take_shifted_labels_and_none_that_are_smoothed() -> None:
+    model, batch = dfa_hf.distribute_attention(build("Llama")), text(1, 9, seed=1)
+    want = model(**batch).loss
+
+    def forward(
+        self: Any, labels: Any, shift_labels: Any, num_items_in_batch: float, own: bool = False, **rest: Any
+    ) -> Any:
+        logits = self.lm_head(self.model(**rest).last_hidden_state)
+        labels = F.pad(labels, (0, 1), value=-100)[:, 1:] if own else shift_labels
+        return {"loss": F.cross_entropy(logits[0], labels[0], reduction="sum") / num_items_in_batch}
+
+    model.forward = MethodType(forward, model)
+    torch.testing.assert_close(model(**batch)["loss"], want)
+    with pytest.raises(ValueError, match="batch_size"):
+        model(**batch, own=True)
+    model.loss_function = functools.partial(causal_loss, label_smoothing=0.1)
+    with pytest.raises(UnsupportedError, match="label smoothing with a LlamaForCausalLM whose forward makes the loss"):
+        model(**batch)
 
 
 def test_a_model_whose_loss_goes_by_tiles_is_saved_whole() -> None:

@@ -11,7 +11,7 @@ import inspect
 import random
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -166,10 +166,42 @@ def test_names_that_are_replaced_stand_on_the_page_and_are_put_back() -> None:
     assert all(home[name] is own for home, names in zip(homes, before, strict=True) for name, own in names.items())
     for model, want in zip(models, wanted, strict=True):
         assert torch.equal(model(**batch).loss, want)
-    for model, want, said in zip(distributed, wanted, ("did not reach ours", "that did not reach"), strict=True):
-        with pytest.raises(UnsupportedError, match=said):
+    for model, want in zip(distributed, wanted, strict=True):
+        with pytest.raises(UnsupportedError, match="that did not reach"):
             model(**batch)
         assert_close(dfa_hf.distribute_attention(model)(**batch).loss, want, tolerance=1e-5, name="distributed again")
+
+
+def elsewhere(model: Any, names: dict[str, Any]) -> Any:
+    """Give a model its own forward from another file, as Liger does; names: of that file."""
+    own, file = inspect.unwrap(type(model).forward), ModuleType("elsewhere")
+    vars(file).update(own.__globals__, **names, __name__="elsewhere")
+    forward = FunctionType(own.__code__, vars(file), "forward", own.__defaults__, own.__closure__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    model.forward = MethodType(forward, model)
+    return file
+
+
+def test_a_forward_of_another_file_reaches_ours_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks.restore()
+    (kind, changes), batch = KINDS[0], text(1, 12, seed=1)
+    alone, before, after = (build(kind, **changes) for _ in range(3))
+    want, name = alone(**batch).loss, "load_balancing_loss_func"
+    theirs = {name: vars(sys.modules[type(alone).__module__])[name]}
+    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere(before, theirs))
+    assert_close(dfa_hf.distribute_attention(before)(**batch).loss, want, tolerance=1e-5, name="before")
+    dfa_hf.distribute_attention(after)
+    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere(after, theirs))
+    with pytest.raises(UnsupportedError, match=f"did not reach {name}"):
+        after(**batch)
+    assert_close(dfa_hf.distribute_attention(after)(**batch).loss, want, tolerance=1e-5, name="distributed again")
+    del after.forward
+    for more in ({}, {"labels": None}):
+        assert isinstance(after(**{**batch, **more}, return_dict=False), tuple)
+        hooks.restore()
+        with pytest.raises(UnsupportedError, match=f"did not reach {name}"):
+            after(**{**batch, **more}, return_dict=False)
+        dfa_hf.distribute_attention(after)
 
 
 DISPATCHED = {

@@ -90,14 +90,14 @@ def lost_window(model: Any) -> Any:
 
 def labels_of_chunks(model: Any) -> Any:
     def change(given: dict[str, Any]) -> dict[str, Any]:
-        labels = torch.where(given["labels"] == -100, -100, given["input_ids"].roll(-1, 1))
-        return {"labels": labels, "shift_labels": labels}
+        labels = torch.where(given["shift_labels"] == -100, -100, given["input_ids"].roll(-1, 1))
+        return {"shift_labels": labels}
 
     return _batches_with(change)
 
 
 def mean_of_ranks(model: Any) -> Any:
-    return _batches_with(lambda batch: {"num_items_in_batch": (batch["labels"] != -100).sum()})
+    return _batches_with(lambda batch: {"num_items_in_batch": (batch["shift_labels"] != -100).sum()})
 
 
 def lost_documents(model: Any) -> Any:
