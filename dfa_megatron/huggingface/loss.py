@@ -195,7 +195,8 @@ _BALANCE = "load_balancing_loss_func"
 
 def follow_router(forward: Callable[..., Any]) -> None:
     """Let the loss of routers in the file of a model's forward count the tokens of all ranks; may be called again."""
-    surround(sys.modules[inspect.unwrap(forward).__module__], _BALANCE, _of_all_ranks, optional=True)
+    if home := sys.modules.get(inspect.unwrap(forward).__module__):
+        surround(home, _BALANCE, _of_all_ranks, optional=True)
 
 
 def _of_all_ranks(
