@@ -182,7 +182,7 @@ def elsewhere(model: Any, names: dict[str, Any]) -> Any:
     return file
 
 
-def test_a_forward_of_another_file_reaches_ours_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_of_another_file_reaches_ours_or_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hooks.restore()
     (kind, changes), batch = KINDS[0], text(1, 12, seed=1)
     alone, before, after = (build(kind, **changes) for _ in range(3))
@@ -200,6 +200,13 @@ def test_a_forward_of_another_file_reaches_ours_or_is_refused(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "elsewhere", file)
     assert_close(dfa_hf.distribute_attention(after)(**batch).loss, want, tolerance=1e-5, name="distributed again")
     del after.forward
+    liger = lambda model, _: monkeypatch.setitem(sys.modules, "elsewhere", elsewhere(model, theirs))  # noqa: E731
+    monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", liger)
+    transformers = pytest.importorskip("transformers")
+    args = transformers.TrainingArguments(str(tmp_path), use_liger_kernel=True, use_cpu=True, report_to=[])
+    run = transformers.Trainer(build(kind, **changes), args)
+    dfa_hf.distribute_trainer(run, size=1)
+    assert_close(run.model(**batch).loss, want, tolerance=1e-5, name="a Trainer's")
     for more in ({}, {"labels": None}):
         assert isinstance(after(**{**batch, **more}, return_dict=False), tuple)
         hooks.restore()
