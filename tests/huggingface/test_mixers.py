@@ -206,6 +206,7 @@ def test_a_forward_of_another_file_reaches_ours_or_is_refused(monkeypatch: pytes
     args = transformers.TrainingArguments(str(tmp_path), use_liger_kernel=True, use_cpu=True, report_to=[])
     run = transformers.Trainer(build(kind, **changes), args)
     dfa_hf.distribute_trainer(run, size=1)
+    assert run.model.forward.__module__ == "elsewhere", "Liger's is there already"
     assert_close(run.model(**batch).loss, want, tolerance=1e-5, name="a Trainer's")
     for more in ({}, {"labels": None}):
         assert isinstance(after(**{**batch, **more}, return_dict=False), tuple)
