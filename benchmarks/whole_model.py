@@ -138,9 +138,9 @@ class WholeBench:
 
     def pin(self, length: int) -> None:
         """Have the allocator hold the host memory that checkpoints save to: machines give it slowly, once."""
-        hidden = torch.Size((1, length // self.world.size, self.training.model.config.hidden_size))
-        layers = self.training.model.config.num_hidden_layers
-        _ = [torch.empty(hidden, dtype=torch.bfloat16, pin_memory=True) for _ in range(2 * layers)]
+        config = self.training.model.config
+        rows = 1, length // self.world.size, config.hidden_size
+        _ = [torch.empty(rows, dtype=torch.bfloat16, pin_memory=True) for _ in range(2 * config.num_hidden_layers)]
 
     @torch.no_grad()
     def begin(self) -> None:

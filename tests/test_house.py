@@ -56,7 +56,7 @@ BUDGETS = {
     "kernels": 3_973,
     "loss": 740,
     "megatron": 3_918,
-    "plan": 5_593,
+    "plan": 5_588,
     "proving": 720,
     "recurrence": 1_405,
     "remat": 485,

@@ -171,7 +171,7 @@ def _check_right(mask: torch.Tensor, labels: torch.Tensor | None) -> None:
 def cut_labels(shifted: torch.Tensor | None, count: torch.Tensor | int | None, context: LayerContext) -> Arguments:
     """Return the arguments of this rank's part of the next tokens' labels, and its share of their number.
 
-    `labels` only says that there are some, and has none: losses read `shift_labels`, and one that does not must fail.
+    `labels` is empty, and only says that there are some. A loss reads `shift_labels`; one that reads `labels` fails.
     Mixed precision of FSDP rounds tensors, so the number is Python's.
     """
     if shifted is None:

@@ -153,8 +153,9 @@ def innermost() -> Running | None:
 
 
 def reach(name: str) -> None:
-    """Note that the mixer that runs has reached a function of ours."""
-    _RUNNING.get()[-1].reached.add(name)
+    """Note that the innermost forward that runs, if any, has reached a function of ours."""
+    if call := innermost():
+        call.reached.add(name)
 
 
 def forward_of_context(context: LayerContext | None) -> Forward | None:

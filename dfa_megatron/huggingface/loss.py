@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.hooks import refuse_unreached, surround
 from dfa_megatron.huggingface.batch import LABELS, first_of, next_labels, tokens_of
-from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext, innermost
+from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext, innermost, reach
 from dfa_megatron.huggingface.tiled_head import causal_loss, is_causal, run_in, summed_loss, tiled_head
 from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.loss.deferred import DeferredLogits
@@ -203,15 +203,15 @@ def _of_all_ranks(
     real: Callable[..., Any], gate_logits: Any, num_experts: int | None = None, top_k: int = 2, *masks: Any, **more: Any
 ) -> Any:
     """Stand in for the loss of routers."""
-    if call := innermost():
-        call.reached.add(_BALANCE)
+    reach(_BALANCE)
+    call = innermost()
     if call is None or not call.forward.distributed or not isinstance(gate_logits, tuple) or num_experts is None:
         return real(gate_logits, num_experts, top_k, *masks, **more)
     return _balance(call.forward, gate_logits, num_experts, top_k)
 
 
 def check_reached(model: Any, output: Any, loss: torch.Tensor | None) -> None:
-    """Refuse a call whose forward made its losses past ours, as one that Liger put there since may do."""
+    """Refuse a call whose forward did not use our losses, as after another package replaced the forward."""
     call = innermost()
     assert call is not None
     if isinstance(output, Mapping):

@@ -15,7 +15,7 @@ import torch
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.batch import next_labels
-from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, innermost
+from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, innermost, reach
 from dfa_megatron.loss.deferred import WATCHED, DeferredLogits, Use, say_tiled
 from dfa_megatron.loss.head import Head
 from dfa_megatron.loss.scores import IGNORED
@@ -123,8 +123,7 @@ def causal_loss(
 
     By tiles it is 0 in training without a label that counts.
     """
-    if call := innermost():
-        call.reached.add(causal_loss.__name__)
+    reach(causal_loss.__name__)
     if shift_labels is None:
         assert labels is not None
         shift_labels = next_labels(labels, ignore_index)

@@ -47,7 +47,7 @@ def distribute_trainer(
     if arguments.ddp_find_unused_parameters is None:
         # Trainer has DDP look for unused parameters unless it checkpoints itself.
         arguments.ddp_find_unused_parameters = False
-    if arguments.use_liger_kernel:  # Trainer puts its forward there when it trains, whose names are followed
+    if arguments.use_liger_kernel:  # else Trainer replaces the forward when it trains, after its names were followed
         from transformers.integrations.liger import apply_liger_kernel
 
         apply_liger_kernel(trainer.model, arguments.liger_kernel_config)

@@ -183,9 +183,11 @@ def elsewhere(model: Any, names: dict[str, Any]) -> Any:
 
 
 def test_a_forward_of_another_file_reaches_ours_or_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
     hooks.restore()
     (kind, changes), batch = KINDS[0], text(1, 12, seed=1)
-    alone, before, after = (build(kind, **changes) for _ in range(3))
+    alone, before, after, trained = (build(kind, **changes) for _ in range(4))
     want, name = alone(**batch).loss, "load_balancing_loss_func"
     theirs = {name: vars(sys.modules[type(alone).__module__])[name]}
     monkeypatch.setitem(sys.modules, "elsewhere", elsewhere(before, theirs))
@@ -202,11 +204,9 @@ def test_a_forward_of_another_file_reaches_ours_or_is_refused(monkeypatch: pytes
     del after.forward
     liger = lambda model, _: monkeypatch.setitem(sys.modules, "elsewhere", elsewhere(model, theirs))  # noqa: E731
     monkeypatch.setattr("transformers.integrations.liger.apply_liger_kernel", liger)
-    transformers = pytest.importorskip("transformers")
-    args = transformers.TrainingArguments(str(tmp_path), use_liger_kernel=True, use_cpu=True, report_to=[])
-    run = transformers.Trainer(build(kind, **changes), args)
+    run = Trainer(trained, TrainingArguments(str(tmp_path), use_liger_kernel=True, use_cpu=True, report_to=[]))
     dfa_hf.distribute_trainer(run, size=1)
-    assert run.model.forward.__module__ == "elsewhere", "Liger's is there already"
+    assert run.model.forward.__module__ == "elsewhere"
     assert_close(run.model(**batch).loss, want, tolerance=1e-5, name="a Trainer's")
     for more in ({}, {"labels": None}):
         assert isinstance(after(**{**batch, **more}, return_dict=False), tuple)

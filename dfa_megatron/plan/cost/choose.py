@@ -32,8 +32,9 @@ from dfa_megatron.plan.schedules.assignments import direct
 class Candidate:
     """A candidate of `auto`: its plan and its cost, or the reason for its refusal.
 
-    cost: of forward and backward together, its host ahead by the rest of a layer.
+    cost: of forward and backward together.
     refusal, instead: set in place of a plan; the reason, and an alternative.
+    lead: seconds by which the host is ahead of its device in the rest of a layer.
     """
 
     schedule: str
@@ -42,11 +43,12 @@ class Candidate:
     cost: Timeline | None = None
     refusal: str = ""
     instead: str = ""
+    lead: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Return the time of a call among others like it; infinite without a plan."""
-        return inf if self.cost is None else self.cost.seconds
+        """Return the time of a call in a layer, by its device or its host; infinite without a plan."""
+        return inf if self.cost is None else max(self.cost.makespan, self.cost.host - self.lead)
 
     @property
     def name(self) -> str:
@@ -176,9 +178,7 @@ def _priced(
     if schedule.route is direct and (nodes := hardware.node_size(ranks)) is not None and nodes > 1:
         plans.append(over_nodes(plans[0], nodes))
     lead = hardware.lead(sizes.batch * mask.length // ranks, sizes.heads * sizes.head_dim)
-    costs = [timed(plan, sizes, hardware) for plan in plans]
-    costs = [replace(cost, host=cost.host - lead) for cost in costs]
-    return [Candidate(plan.schedule, plan.layout, plan, cost) for plan, cost in zip(plans, costs, strict=True)]
+    return [Candidate(plan.schedule, plan.layout, plan, timed(plan, sizes, hardware), lead=lead) for plan in plans]
 
 
 # The time of a plan.
@@ -217,11 +217,6 @@ class Timeline:
     received: tuple[int, ...]
     host: float
     events: tuple[Event, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        """Return the time of a run among others like it: a host issues the next run while its device computes."""
-        return max(self.makespan, self.host)
 
     @property
     def idle_share(self) -> float:

@@ -85,7 +85,7 @@ class Hardware:
         return self.ranks_per_node if (self.ranks_per_node or ranks) < ranks else None
 
     def lead(self, tokens: int, width: int) -> float:
-        """Return by how much a host is ahead of its device in the rest of a layer, seconds.
+        """Return the seconds by which a host is ahead of its device in the rest of a layer.
 
         A layer `width` wide has about 12 width² weights, which a forward multiplies once and a backward twice.
         """
