@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.embedded_positions import local_ropes
 from dfa_megatron.huggingface.join_outputs import classifies
+from dfa_megatron.runtime.comm.groups import Group, resolve
 
 TRIED: dict[str, set[str]] = {}
 """The types of layers of each type that was found exact, beside attention: `make models` writes its file."""
@@ -194,3 +196,37 @@ def check_adapters(model: Any) -> None:
                 "it is not known to treat each token alone, and alike on every rank",
                 "an adapter that is, such as LORA and IA3 without random weights",
             )
+
+
+def check_parts(model: torch.nn.Module, group: Group) -> None:
+    """Refuse tensor parallelism between ranks of a group, whose tokens differ, and of a model with indexers.
+
+    FSDP's parts, the first of a parameter, are joined before they multiply. Experts' parts are sent their tokens.
+    """
+    if (own := resolve(group)) is None:
+        return
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    ranks = {*dist.get_process_group_ranks(own)}
+    joined = {part for module in model.modules() if isinstance(module, FSDPModule) for part in module.modules()}
+    indexers = sorted({type(module).__name__ for module in model.modules()} & _INDEXERS)
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(module, torch.nn.Linear | torch.nn.Embedding) or not isinstance(weight, DTensor):
+            continue
+        cut = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+        for dim in cut[module in joined :]:
+            holders = dist.get_process_group_ranks(weight.device_mesh.get_group(dim))
+            if len(ranks.intersection(holders)) > 1:
+                raise UnsupportedError(
+                    f"tensor parallelism of ranks {holders}, which hold parts of {name}, in a group of {sorted(ranks)}",
+                    "the ranks of a group hold different tokens, and parts multiply the same ones",
+                    'init_device_mesh("cuda", (dp, cp, tp), mesh_dim_names=("dp", "cp", "tp"))["cp"] as the group',
+                )
+            if indexers and len(holders) > 1:
+                raise UnsupportedError(
+                    f"tensor parallelism of a model with a {indexers[0]}",
+                    "the gradients of its latents would be of one rank's heads",
+                    "DistributedConfig(fsdp_size=, ep_size=)",
+                )

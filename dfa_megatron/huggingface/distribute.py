@@ -17,7 +17,7 @@ from dfa_megatron.hooks import for_a_while
 from dfa_megatron.huggingface import attention_function as attention
 from dfa_megatron.huggingface import embedded_positions as embedded
 from dfa_megatron.huggingface import model_inputs as inputs
-from dfa_megatron.huggingface.check_model import check_adapters, check_model, is_multimodal, kind_of
+from dfa_megatron.huggingface.check_model import check_adapters, check_model, check_parts, is_multimodal, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
 from dfa_megatron.huggingface.current_forward import CONTEXT, NAME, LayerContext, leave
 from dfa_megatron.huggingface.hook_mixers import adopt
@@ -83,6 +83,7 @@ def distribute_attention(
     check_layers(inner, options, reentrant=reentrant)
     attention.register()
     name = group_name(group)
+    check_parts(model, name)
     if options.fixed_degree > 1:  # "auto" takes one that divides
         check_degree(options.fixed_degree, group_size(name), inner.config.get_text_config().num_attention_heads)
     known: LayerContext | None = getattr(inner, CONTEXT, None)

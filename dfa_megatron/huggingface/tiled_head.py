@@ -69,15 +69,15 @@ def run_in(layer: Any, hidden: torch.Tensor, use: Use, scale: float, softcap: fl
 
 def tiled_head(head: Any) -> Any:
     """Return the same linear layer, which can then make losses by tiles; its own forward stays as it was."""
+    replaced = "forward" in vars(head) and not hasattr(head, "_hf_hook")  # accelerate's passes on what it is given
+    if replaced or type(head).forward not in (torch.nn.Linear.forward, TiledLinear.forward):
+        kind = f"{type(head).__module__}.{type(head).__qualname__}"
+        raise UnsupportedError(
+            f"a loss by tiles with a head of type {kind}{' and a forward of its own' * replaced}",
+            "only the product of PyTorch's linear layer is known to be made by tiles",
+            "loss_tile='off' and causal_lm_loss, or a head without an adapter and tensor parallelism",
+        )
     if not isinstance(head, TiledLinear):
-        plain = isinstance(head, torch.nn.Linear) and type(head).forward is torch.nn.Linear.forward
-        if not plain:
-            kind = f"{type(head).__module__}.{type(head).__qualname__}"
-            raise UnsupportedError(
-                f"a loss by tiles with a head of type {kind}",
-                "only the product of PyTorch's linear layer is known to be made by tiles",
-                "loss_tile='off' and causal_lm_loss, or a head without an adapter",
-            )
         base: Any = type(head)
         head.__class__ = _tiled_class(base)
         setattr(head, WATCHED, None)

@@ -187,19 +187,22 @@ def together(rank: int, world_size: int, folder: str) -> Any:
 
 
 def parameters_of(run: Any) -> dict[str, torch.Tensor]:
+    return {name: whole(value.detach()) for name, value in run.model.named_parameters()}
+
+
+def whole(value: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
-    named = {name: value.detach() for name, value in run.model.named_parameters()}
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named.items()}
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def test_trainer_with_ddp_and_fsdp2_has_the_steps_evaluation_and_resumed_steps_of_one_process(tmp_path: Path) -> None:
     ((wanted, parameters, predicted, half),) = run_ranks(1, alone, str(tmp_path / "one"), timeout=120)
     last = wanted["loss"][-1:] + wanted["eval_loss"]
     for ranks in run_ranks(4, together, str(tmp_path), timeout=170):
-        for whole, resumed, mine, mine_resumed, predictions, halves in ranks:
+        for first, resumed, mine, mine_resumed, predictions, halves in ranks:
             assert halves == pytest.approx([half, half], rel=1e-5)
-            assert_history(whole, wanted)
+            assert_history(first, wanted)
             assert resumed["loss"] + resumed["eval_loss"] == pytest.approx(last, rel=1e-5)
             torch.testing.assert_close(mine, parameters, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(mine_resumed, parameters, rtol=1e-4, atol=1e-6)
