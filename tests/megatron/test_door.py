@@ -9,6 +9,7 @@ import inspect
 import random
 import re
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ def refused(rank: int, ranks: int) -> None:
     row = like("plain", {"cp": ranks}, "boundary")
     model, bare = harness.model_of(row), harness.model_of(row).decoder
     rows = torch.randn(SEQUENCE // ranks, BATCH, HIDDEN, dtype=torch.float64)
-    assert_refused(r"layers outside a language model.*LanguageModule", bare, rows, None)
+    assert_refused(r"layers outside a language model in layout boundary.*LanguageModule", bare, rows, None)
     batch = {name: cut(x, 1) for name, x in WHOLE.items()}
 
     def call(**more: Any) -> Any:
@@ -183,6 +184,18 @@ def refused(rank: int, ranks: int) -> None:
     assert torch.equal(losses, call()), "a call that failed leaves nothing behind"
 
 
+def replaced(rank: int, ranks: int) -> None:
+    """A trainer sets another forward on a model, whose tokens then do not come through its door."""
+    for name, layout in (("ahead", "contiguous"), ("ahead", "zigzag"), ("packed ahead", "contiguous")):
+        row = like(name, {"cp": ranks}, layout)
+        harness.start(row)
+        model = harness.model_of(row)
+        batch = harness.taken(harness.batch_of(row, parallel_state.get_context_parallel_group()))
+        model(**batch)
+        model.forward = MethodType(GPTModel.forward, model)
+        assert_refused("layers outside a language model with prediction layers", model, **batch)
+
+
 def other_weights(rank: int, ranks: int) -> None:
     """Draw weights that the second rank changes; experts are other ones on every rank."""
     layout = "boundary"
@@ -212,7 +225,7 @@ def other_weights(rank: int, ranks: int) -> None:
 
 
 def test_what_crosses_the_door_is_counted_what_cannot_is_refused_and_ranks_with_other_weights_hear_which() -> None:
-    run_each(2, sent, refused, other_weights, timeout=120)
+    run_each(2, sent, refused, replaced, other_weights, timeout=120)
 
 
 @over_ranks(3)

@@ -82,11 +82,12 @@ class DistributedLayer:
             return visit
         check_groups(group_holders(layer), self.cp_group, self._dfa_state)
         visit = self._dfa.visit(layer, packed, self.cp_group, rows)
-        if visit is not None and visit.moves:
+        where = "with prediction layers" if self.cp_group.size() > 1 and layer.config.mtp_num_layers else ""
+        if visit is not None and (visit.moves or where):
             raise UnsupportedError(
-                "layers outside a language model in data_layout='boundary'",
-                "tokens come in order where they enter Megatron's LanguageModule (GPTModel, HybridModel, ...)",
-                "such a model; or data_layout='contiguous' with batches of shard_batch, or 'zigzag'",
+                f"layers outside a language model {where or 'in layout boundary'}",
+                "Megatron's LanguageModule (GPTModel, ...) orders and rolls tokens; a forward set on a model does not",
+                "that forward; or data_layout='contiguous' with shard_batch, or 'zigzag', without prediction layers",
             )
         return visit
 
