@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from dfa_megatron.errors import DisagreementError, UnsupportedError
-from dfa_megatron.megatron import declare_batch_layout
+from dfa_megatron.megatron import declare_batch_layout, shard_batch
 from dfa_megatron.megatron.check_config import check_uneven
 from dfa_megatron.megatron.script import dfa_flags
 from dfa_megatron.megatron.tokens.packs import with_long_padding_apart
@@ -69,6 +69,17 @@ def refused_on_one_rank(rank: int, world_size: int) -> None:
     assert not torch.equal(forward("contiguous", params, 12), want)
 
 
+def several_rows(rank: int, world_size: int) -> None:
+    """A stage without tokens gets the documents of every row, of which a router's loss is to be one by one."""
+    row = like("packed experts", config={"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1})
+    harness.start(row)
+    whole, group = row.global_batch(0)[0], parallel_state.get_context_parallel_group()
+    parts = (whole, {"cu_seqlens": whole["cu_seqlens"]})
+    batch, stage = (shard_batch(x, group, harness.options_of(row)) for x in parts)
+    assert stage["packed_seq_params"].pack.offsets == batch["packed_seq_params"].pack.offsets
+    assert_refused(f"'seq_aux_loss' with {row.batch} samples", harness.model_of(row), **harness.taken(batch))
+
+
 def stage_without_documents(rank: int, world_size: int) -> None:
     harness.start(like("plain"))
     with patch.object(dfa_flags, "global_args", lambda: SimpleNamespace(sft=True)):
@@ -91,7 +102,7 @@ def attention_put_back(rank: int, world_size: int) -> None:
 
 
 def test_packs_that_are_not_clear_stages_that_are_told_none_and_attention_put_back_are_refused() -> None:
-    run_each(1, refused_on_one_rank, stage_without_documents, attention_put_back)
+    run_each(1, refused_on_one_rank, several_rows, stage_without_documents, attention_put_back)
 
 
 def refused_on_two_ranks(rank: int, world_size: int) -> None:

@@ -60,10 +60,11 @@ def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup, options: 
     """
     _check_entries(batch)
     pairs = pairs_of(batch, "cu_seqlens")
-    batch = _one_row(batch) if pairs is None else _with_positions(batch, pairs)
+    batch, samples = _one_row(batch) if pairs is None else (_with_positions(batch, pairs), 1)
     params = _params_of(batch, pairs)
-    if params is not None and params.pack.group is not None:
-        cp_group = params.pack.group
+    if params is not None:
+        params.pack.samples = samples
+        cp_group = params.pack.group or cp_group
     rows = {name: x for name, x in batch.items() if x is not None and not _stays(name, x)}
     if not rows:
         return {"packed_seq_params": params}
@@ -77,11 +78,9 @@ def shard_batch(batch: Mapping[str, Any], cp_group: dist.ProcessGroup, options: 
         if is_first and options.verify == "on" and torch.utils.data.get_worker_info() is None:
             check_same(cp_group, rows, "a sampler that counts data-parallel ranks alone")
         if odd := [length for length in lengths if length % (2 * ranks) and params is None]:
-            raise UnsupportedError(
-                f"a row of {odd[0]} tokens without cu_seqlens",
-                f"ranks hold equal parts of it, in layout zigzag of two of 2 x CP = {2 * ranks} chunks",
-                "a length that 2 x CP divides, or packed documents: cu_seqlens (0, length) makes the row one",
-            )
+            why = f"ranks hold equal parts of it, in layout zigzag of two of 2 x CP = {2 * ranks} chunks"
+            works = "a length that 2 x CP divides, or packed documents: cu_seqlens (0, length) makes the row one"
+            raise UnsupportedError(f"a row of {odd[0]} tokens without cu_seqlens", why, works)
     described = params is not None and (params.pack.pairs is not None or len(params.pack.offsets) > 2)
     if cuts.tokens is not None:
         held = {by_name(layout, length, ranks).tokens(rank) for length in lengths for rank in range(ranks)}
@@ -179,22 +178,22 @@ def _has_axes(name: str, x: torch.Tensor) -> bool:
     return name == "position_ids" and x.dim() == 3
 
 
-def _one_row(batch: Mapping[str, torch.Tensor | None]) -> Mapping[str, torch.Tensor | None]:
-    """Return packed documents of several rows as documents of a single row."""
-    rows = next((x for name, x in batch.items() if x is not None and not _stays(name, x)), None)
-    if batch.get("cu_seqlens") is None or rows is None or rows.shape[0] == 1:
-        return batch
+def _one_row(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+    """Return packed documents of several rows as documents of a single row, and of how many rows."""
+    rows = next((x.shape[:2] for name, x in batch.items() if x is not None and not _stays(name, x)), None)
+    if (ends := batch.get("cu_seqlens")) is not None and rows is None and ends.dim() == 2:  # a stage without tokens
+        rows = len(ends), int(ends[0, -1])
+    if ends is None or rows is None or rows[0] == 1:
+        return batch, 1
+    count, length = rows
     one = {name: x if x is None or _stays(name, x) else x.flatten(0, 1)[None] for name, x in batch.items()}
     if (positions := batch.get("position_ids")) is not None and _has_axes("position_ids", positions):
         one["position_ids"] = positions.flatten(1, 2)[:, None]
     for name in ("cu_seqlens", "cu_seqlens_padded"):
         if (offsets := batch.get(name)) is not None:
-            if offsets.dim() != 2 or offsets.shape[0] != rows.shape[0]:
-                raise UnsupportedError(
-                    f"cu_seqlens of shape {tuple(offsets.shape)} with {rows.shape[0]} rows",
-                    "it holds offsets into each row",
-                    f"({rows.shape[0]}, documents + 1)",
-                )
-            starts = torch.arange(rows.shape[0], device=offsets.device, dtype=offsets.dtype) * rows.shape[1]
+            if offsets.dim() != 2 or offsets.shape[0] != count:
+                what = f"cu_seqlens of shape {tuple(offsets.shape)} with {count} rows"
+                raise UnsupportedError(what, "it holds offsets into each row", f"({count}, documents + 1)")
+            starts = torch.arange(count, device=offsets.device, dtype=offsets.dtype) * length
             one[name] = torch.unique_consecutive(offsets + starts[:, None])[None]
-    return one
+    return one, count

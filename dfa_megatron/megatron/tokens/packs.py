@@ -47,6 +47,8 @@ class Pack:
     """The ranks that share the micro-batch; None: the model's context-parallel group."""
     padded: Offsets = ()
     """Of the documents with their padding, each of which was cut zigzag by itself; () where rows were cut."""
+    samples: int = 1
+    """The rows of a batch that `shard_batch` made one."""
 
     @cached_property
     def longest(self) -> int:
@@ -186,13 +188,11 @@ def with_long_padding_apart(real: Offsets, padded: Offsets, ranks: int) -> Offse
 def check_samples(config: Any, params: Any, pack: Pack) -> None:
     """Refuse a router's loss per sample if several samples of a micro-batch form one pack."""
     kinds, sample = getattr(config, "moe_router_load_balancing_type", None), getattr(params, "tokens_per_sample", None)
-    tokens = pack.offsets[-1]
-    if sample is not None and sample < tokens and "seq_aux_loss" in (kinds or ()):
-        raise UnsupportedError(
-            f"moe_router_load_balancing_type={kinds!r} with {tokens // sample} samples in a pack",
-            "the loss is of each sample, and a rank does not hold all tokens of a sample",
-            "--micro-batch-size 1, or --moe-router-load-balancing-type aux_loss",
-        )
+    samples = pack.samples if sample is None else pack.offsets[-1] // sample
+    if samples > 1 and "seq_aux_loss" in (kinds or ()):
+        what = f"moe_router_load_balancing_type={kinds!r} with {samples} samples in a pack"
+        works = "--micro-batch-size 1, or --moe-router-load-balancing-type aux_loss"
+        raise UnsupportedError(what, "the loss is of each sample, of which a rank does not hold all tokens", works)
 
 
 def documents_of(cu_seqlens: Any) -> Offsets:

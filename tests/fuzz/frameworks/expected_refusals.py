@@ -39,6 +39,7 @@ MEGATRON: Refusals = (
         lambda d: d.options["remat_offload"] and d.config.get("recompute_granularity") != "full",
     ),
     ("a schedule of causal work", "it pairs causal work only", lambda d: d.pack == "mask"),
+    ("a loss of each row of a pack", "samples in a pack", lambda d: d.pack == "rows" and d.batch > 1),
 )  # fmt: skip
 LANGUAGE_MODELS: Refusals = (
     (
