@@ -23,10 +23,10 @@ from dfa_megatron.kernels.adapters.cudnn import CudnnKernel
 from dfa_megatron.kernels.adapters.flash4 import _BLOCKS, Flash4Kernel, _varlen
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.segments import Segments
+from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment
 from dfa_megatron.plan.language.mask import Mask, causal, documents
 from dfa_megatron.plan.language.sizes import Sizes
-from dfa_megatron.plan.schedules import plan_named
 from dfa_megatron.runtime.execute.memory import placed
 from tests.support.close import assert_close
 from tests.support.kernel_cases import as_layout
@@ -273,7 +273,7 @@ FORM = Sizes(1, 2, 1, 8, 8, "bfloat16", "delta")
 def launched(mask: Mask, ranks: int) -> Iterator[Segments]:
     """Yield what flash4 launches for a mask, on every rank, forward and backward."""
     kernel = Flash4Kernel()
-    for phase in plan_named("balanced", mask, ranks).phases:
+    for phase in make_plan(mask, ranks, schedule="balanced").phases:
         for rank in range(ranks):
             memory = placed(phase, rank, FORM, kernel.takes_of(1, 2))
             for segments in (one for step in memory.segments for one in step):

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from dfa_megatron.errors import UnsupportedError
+from dfa_megatron.plan.cost.choose import make_plan
+from dfa_megatron.plan.cost.hardware import H200_NIC_400G
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.lowering.lower import lower_all
@@ -50,7 +51,7 @@ def test_handing_on_takes_few_more_slots() -> None:
         assert slots[1] <= slots[0] + more
 
 
-def test_a_ring_has_no_gateway() -> None:
-    with pytest.raises(UnsupportedError, match="cross to a node once already"):
-        plan_of("ring", causal(64), 8, 4)
+def test_a_named_schedule_has_gateways_but_for_the_ring_which_crosses_once_already() -> None:
+    for name, nodes in (("balanced", 8), ("balanced_shared", 8), ("greedy", 8), ("ring", None)):
+        assert make_plan(causal(128), 16, schedule=name, hardware=H200_NIC_400G).ranks_per_node == nodes
     assert set(WAYS) == {*ROUTED, "ring"}

@@ -17,7 +17,7 @@ from dfa_megatron.plan.language import geometry
 from dfa_megatron.plan.language.geometry import UNBOUNDED, Span, Tile
 from dfa_megatron.plan.language.ir import AttentionPlan, Plan
 from dfa_megatron.plan.language.mask import Mask
-from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES, plan_named
+from dfa_megatron.plan.schedules import OWNER_COMPUTES, SCHEDULES, over_nodes
 from dfa_megatron.sharding import tree_positions
 
 
@@ -184,10 +184,9 @@ WAYS = (*SCHEDULES, *OWNER_COMPUTES)
 
 
 def plan_of(way: str, mask: Mask, ranks: int, ranks_per_node: int | None = None) -> AttentionPlan:
-    """The plan of a schedule, or of the layout of that name."""
-    if way in OWNER_COMPUTES:
-        return OWNER_COMPUTES[way].plan(mask, ranks, ranks_per_node)
-    return plan_named(way, mask, ranks, ranks_per_node)
+    """The plan of a schedule, or of the layout of that name; over nodes but for the ring."""
+    plan = (SCHEDULES | OWNER_COMPUTES)[way].plan(mask, ranks)
+    return plan if ranks_per_node is None or way == "ring" else over_nodes(plan, ranks_per_node)
 
 
 def attention_plans(

@@ -15,7 +15,8 @@ from operator import index
 from typing import Literal, NamedTuple
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.names import LAYOUTS
+from dfa_megatron.names import LAYOUTS, nearest
+from dfa_megatron.names import SCHEDULES as NAMED
 from dfa_megatron.plan.cost.hardware import H200_NVLINK, Hardware, deliver
 from dfa_megatron.plan.language.ir import AttentionPlan, Block, Phase, Plan, areas, loads, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, contiguous
@@ -24,7 +25,7 @@ from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.language.work import EVEN, TIE
 from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.lowering.messages import names_joined
-from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, over_nodes, plan_named
+from dfa_megatron.plan.schedules import ALL, OWNER_COMPUTES, SCHEDULES, Schedule, over_nodes
 from dfa_megatron.plan.schedules.assignments import direct
 
 
@@ -95,10 +96,12 @@ def make_plan(
         if family not in ("auto", "contiguous"):
             what = f"schedule {schedule!r} on layout {str(layout)!r}"
             raise UnsupportedError(what, "there every rank computes its own rows", "schedule 'auto'")
-        routed = schedule in SCHEDULES and SCHEDULES[schedule].route is direct
-        return plan_named(schedule, mask, ranks, hardware.node_size(ranks) if routed else None, held)
+        if (named := SCHEDULES.get(schedule)) is None:
+            raise UnsupportedError(f"schedule {schedule!r}", "there is no such schedule", nearest(schedule, NAMED))
+        plan, nodes = named.plan(mask, ranks, held), hardware.node_size(ranks)
+        return plan if nodes is None or named.route is not direct else over_nodes(plan, nodes)
     if family in OWNER_COMPUTES and hardware.node_size(ranks) is None:
-        return OWNER_COMPUTES[family].plan(mask, ranks, held=held)  # the only candidate
+        return OWNER_COMPUTES[family].plan(mask, ranks, held)  # the only candidate
     looked_at = candidates(mask, ranks, layout=layout, sizes=sizes, hardware=hardware)
     taken = best(looked_at)
     if taken is None or taken.plan is None:
@@ -174,7 +177,7 @@ def _priced(
     Raises:
         UnsupportedError: the schedule does not suit the mask or the ranks.
     """
-    plans = [schedule.plan(mask, ranks, held=held)]
+    plans = [schedule.plan(mask, ranks, held)]
     if schedule.route is direct and (nodes := hardware.node_size(ranks)) is not None and nodes > 1:
         plans.append(over_nodes(plans[0], nodes))
     lead = hardware.lead(sizes.batch * mask.length // ranks, sizes.heads * sizes.head_dim)

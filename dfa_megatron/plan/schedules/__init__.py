@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dfa_megatron import names
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.names import nearest
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, AttentionPlan, Block, Plan, needed_pairs
 from dfa_megatron.plan.language.layout import Layout, by_name, cross, cut_at
 from dfa_megatron.plan.language.mask import Mask, kept_on_mask
@@ -52,15 +50,11 @@ class Schedule:
     route: Route
     cut: Callable[[Mask, Layout], Layout] | None = None
 
-    def plan(
-        self, mask: Mask, ranks: int, ranks_per_node: int | None = None, held: Layout | None = None
-    ) -> AttentionPlan:
-        """Plan both phases. With `ranks_per_node`, data that crosses to another node crosses once.
-
-        held: the tokens of each rank, in place of those that the schedule's own layout gives.
+    def plan(self, mask: Mask, ranks: int, held: Layout | None = None) -> AttentionPlan:
+        """Plan both phases. held: the tokens of each rank, in place of those that the schedule's own layout gives.
 
         Raises:
-            UnsupportedError: the mask or the length does not suit the schedule, or its route knows no nodes.
+            UnsupportedError: the mask or the length does not suit the schedule.
         """
         if ranks < 1:
             raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
@@ -68,11 +62,7 @@ class Schedule:
         layout = _cut_where_needed(mask, layout.halved() if self.halved else layout)
         layout = self.cut(mask, layout) if self.cut else layout
         forward, backward = _phases(mask, layout, tuple(sorted(self.assign(mask, layout))), self.route)
-        plan = AttentionPlan(self.name, self.layout, forward, backward)
-        if ranks_per_node is not None and self.route is not direct:
-            why = "its messages hop from rank to rank, and cross to a node once already"
-            raise UnsupportedError(f"schedule {self.name!r} with a gateway", why, "the same without")
-        return plan if ranks_per_node is None else over_nodes(plan, ranks_per_node)
+        return AttentionPlan(self.name, self.layout, forward, backward)
 
 
 def _phases(mask: Mask, layout: Layout, blocks: tuple[Block, ...], route: Route) -> list[Plan]:
@@ -80,7 +70,10 @@ def _phases(mask: Mask, layout: Layout, blocks: tuple[Block, ...], route: Route)
 
 
 def over_nodes(plan: AttentionPlan, ranks_per_node: int) -> AttentionPlan:
-    """Return a plan of the route `direct` with data that crosses to another node crossing once."""
+    """Return a plan of the route `direct` with data that crosses to another node crossing once.
+
+    Messages of other routes hop from rank to rank, and cross to a node once already.
+    """
     forward, backward = (
         replace(phase, transfers=gateway(phase.transfers, phase.layout, phase.phase, ranks_per_node))
         for phase in plan.phases
@@ -129,19 +122,6 @@ SCHEDULES = {schedule.name: schedule for schedule in ALL if schedule.layout == "
 
 OWNER_COMPUTES = {schedule.layout: schedule for schedule in ALL if schedule.layout != "contiguous"}
 """By layout: the one schedule of a layout that balances work by its tokens. Every rank computes its own rows."""
-
-
-def plan_named(
-    name: str, mask: Mask, ranks: int, ranks_per_node: int | None = None, held: Layout | None = None
-) -> AttentionPlan:
-    """Plan a schedule given by name, on contiguous tokens; other arguments as for `Schedule.plan`.
-
-    Raises:
-        UnsupportedError: no such schedule (the known ones are named), or it does not suit the mask or the length.
-    """
-    if name not in SCHEDULES:
-        raise UnsupportedError(f"schedule {name!r}", "there is no such schedule", nearest(name, names.SCHEDULES))
-    return SCHEDULES[name].plan(mask, ranks, ranks_per_node, held)
 
 
 def with_blocks(plan: AttentionPlan, blocks: Iterable[Block]) -> AttentionPlan:

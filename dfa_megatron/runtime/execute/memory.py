@@ -14,7 +14,7 @@ from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.program import Call, Program
 from dfa_megatron.plan.language.sizes import Sizes
 from dfa_megatron.plan.lowering.kernel_calls import Takes
-from dfa_megatron.plan.lowering.landings import Arenas, Landings, landings_of
+from dfa_megatron.plan.lowering.landings import Arenas, landings_of
 from dfa_megatron.plan.lowering.lower import lower
 from dfa_megatron.runtime.cuda_driver import Copy
 
@@ -106,13 +106,26 @@ class MemoryPlan:
         }
 
 
-def plan_memory(
-    program: Program, landings: Sequence[Landings], sizes: Sizes, peers: Sequence[int] | None = None
-) -> MemoryPlan:
-    """Plan the memory of one rank's program, and prove where its messages lie. landings: of all ranks."""
-    plan = landings[0].plan
-    from dfa_megatron.plan.proof.check import prove_arena
+def placed(plan: Plan, rank: int, sizes: Sizes, takes: Takes, peers: Sequence[int] | None = None) -> MemoryPlan:
+    """Lower a phase for one rank, prove its program, place its messages and prove where they lie.
 
+    Each rank proves its own program; with one digest of the plan on all ranks, all are proved. All hear of an error.
+
+    Args:
+        plan: the phase for all ranks.
+        rank: this one.
+        sizes: of its tensors.
+        takes: what one launch of the kernel computes.
+        peers: the numbers in the group of the plan's ranks; None: the same.
+
+    Raises:
+        PlanError: the plan, or the program, is wrong.
+    """
+    from dfa_megatron.plan.proof.check import check_programs, prove_arena
+
+    landings = landings_of(plan, sizes.batch)
+    program = lower(landings[rank], takes)
+    check_programs(landings, [program])
     row_bytes = {name: sizes.row_bytes(name) for _, name in (*plan.phase.reads, *plan.phase.writes)}
     arenas = Arenas(landings, row_bytes)
     prove_arena(program, arenas)
@@ -140,26 +153,3 @@ def _segments(call: Call, *, ragged: bool) -> Segments:
     q_len, kv_len = call.q.rows, call.kv.rows
     split = Split.of(call.launches, q_len, kv_len, ragged=ragged)
     return Segments(call.segments, q_len, kv_len, ragged=ragged, split=split)
-
-
-def placed(plan: Plan, rank: int, sizes: Sizes, takes: Takes, peers: Sequence[int] | None = None) -> MemoryPlan:
-    """Lower a phase for one rank, prove its program and place its messages.
-
-    Each rank proves its own program; with one digest of the plan on all ranks, all are proved. All hear of an error.
-
-    Args:
-        plan: the phase for all ranks.
-        rank: this one.
-        sizes: of its tensors.
-        takes: what one launch of the kernel computes.
-        peers: the numbers in the group of the plan's ranks; None: the same.
-
-    Raises:
-        PlanError: the plan, or the program, is wrong.
-    """
-    from dfa_megatron.plan.proof.check import check_programs
-
-    landings = landings_of(plan, sizes.batch)
-    program = lower(landings[rank], takes)
-    check_programs(landings, [program])
-    return plan_memory(program, landings, sizes, peers)

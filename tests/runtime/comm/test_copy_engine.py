@@ -22,15 +22,14 @@ from dfa_megatron.plan.interpret import rank_loop
 from dfa_megatron.plan.language.mask import Mask, causal, documents, full
 from dfa_megatron.plan.language.program import Call, Merge, Program
 from dfa_megatron.plan.language.sizes import Sizes
-from dfa_megatron.plan.lowering.landings import landings_of
-from dfa_megatron.plan.proof.check import check
+from dfa_megatron.plan.lowering.kernel_calls import ANY
 from dfa_megatron.runtime.agreement.calls import Calls, Kind
 from dfa_megatron.runtime.comm import copy_engine, transport
 from dfa_megatron.runtime.comm.copy_engine import CopyEngineTransport
 from dfa_megatron.runtime.comm.transport import Recv, Send
 from dfa_megatron.runtime.cuda_driver import Copy, Flag, Flags
 from dfa_megatron.runtime.environment import without_multicast
-from dfa_megatron.runtime.execute.memory import MemoryPlan, plan_memory, rows_of
+from dfa_megatron.runtime.execute.memory import MemoryPlan, placed, rows_of
 from tests.support.plan_cases import plan_of
 
 Operation = Callable[[], bool]
@@ -165,7 +164,7 @@ def transports(world: World, ranks: int, arena_bytes: int) -> list[CopyEngineTra
 def memory_of(schedule: str, mask: Mask, ranks: int) -> tuple[list[list[MemoryPlan]], int]:
     """The memory of every rank in the forward and in the backward, and the bytes of an arena for both."""
     phases = plan_of(schedule, mask, ranks).phases
-    memories = [[plan_memory(program, landings_of(phase), FORM) for program in check(phase)] for phase in phases]
+    memories = [[placed(phase, rank, FORM, ANY) for rank in range(ranks)] for phase in phases]
     return memories, max(memory.arena_bytes for phase in memories for memory in phase) + 1
 
 

@@ -17,16 +17,15 @@ from torch.utils._pytree import tree_leaves
 from dfa_megatron.kernels.adapters import flash4, flash4_launches
 from dfa_megatron.kernels.adapters.flash4 import Flash4Kernel
 from dfa_megatron.kernels.tape import Tape, launched
+from dfa_megatron.plan.cost.choose import make_plan
 from dfa_megatron.plan.language.ir import Plan
 from dfa_megatron.plan.language.mask import causal
 from dfa_megatron.plan.language.sizes import Sizes
-from dfa_megatron.plan.lowering.landings import landings_of
-from dfa_megatron.plan.proof.check import check
-from dfa_megatron.plan.schedules import plan_named
+from dfa_megatron.plan.lowering.kernel_calls import ANY
 from dfa_megatron.runtime.comm.transport import Recv, Send, Sends, Transport
 from dfa_megatron.runtime.execute import tensors as tensors_module
 from dfa_megatron.runtime.execute.bound import Bound, Fields, Recorder
-from dfa_megatron.runtime.execute.memory import MemoryPlan, plan_memory
+from dfa_megatron.runtime.execute.memory import MemoryPlan, placed
 from dfa_megatron.runtime.execute.tensors import Tensors, execute
 from dfa_megatron.runtime.request import Request
 from tests.support.live_bytes import LiveBytes
@@ -140,9 +139,9 @@ def recorded(memory: MemoryPlan, given: Fields, transport: Transport) -> Bound:
 def peaks(plan: Plan, heads: int, kv_heads: int, *, replayed: bool) -> list[LiveBytes]:
     """What lives on each rank: the phase's inputs, the arena, accumulators, results, and what the kernel takes."""
     form, found = Sizes(1, heads, kv_heads, DIM, DIM, "bfloat16", "delta"), []
-    programs, transport = check(plan), Holding()
+    transport = Holding()
     for rank in range(RANKS):
-        memory = plan_memory(programs[rank], landings_of(plan), form)
+        memory = placed(plan, rank, form, ANY)
         drive: Any = partial(run, memory)
         if replayed:
             drive = recorded(memory, inputs(plan.phase.name, heads, kv_heads), transport)
@@ -169,7 +168,7 @@ PEAKS = {
 @pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("kv_heads", [32, 8])
 def test_a_long_attention_holds_no_more_at_once_than_its_account_of_every_tensor(kv_heads: int, replayed: bool) -> None:
-    plan = plan_named("balanced_shared", causal(LENGTH), RANKS)
+    plan = make_plan(causal(LENGTH), RANKS, schedule="balanced_shared")
     for phase in (plan.forward, plan.backward):
         account = PEAKS[kv_heads, phase.phase.name]
         together = sum(size * count for size, count in account.items())
@@ -183,9 +182,9 @@ def test_a_long_attention_holds_no_more_at_once_than_its_account_of_every_tensor
 
 def test_a_replay_names_the_step_at_which_the_run_as_it_stands_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.LOCAL", 64)
-    plan = plan_named("ring", causal(64 * RANKS), RANKS).backward
+    plan = make_plan(causal(64 * RANKS), RANKS, schedule="ring").backward
     form = Sizes(1, 8, 4, DIM, DIM, "bfloat16", "delta")
-    memory, transport = plan_memory(check(plan)[RANKS - 1], landings_of(plan), form), Holding()
+    memory, transport = placed(plan, RANKS - 1, form, ANY), Holding()
     given, arena = inputs(plan.phase.name, 8, 4), arena_of(memory)
     monkeypatch.setattr(Launches, "seen", lambda: None)
     bound = recorded(memory, given, transport)

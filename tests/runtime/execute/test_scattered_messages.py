@@ -10,10 +10,10 @@ import torch
 from dfa_megatron.plan.language.ir import BACKWARD, FORWARD, Block, Phase, Plan
 from dfa_megatron.plan.language.layout import Layout, cut
 from dfa_megatron.plan.language.mask import causal
-from dfa_megatron.plan.lowering.landings import landings_of
-from dfa_megatron.plan.proof.check import check
+from dfa_megatron.plan.lowering.kernel_calls import ANY
+from dfa_megatron.plan.lowering.lower import lower_all
 from dfa_megatron.plan.schedules.assignments import direct
-from dfa_megatron.runtime.execute.memory import plan_memory
+from dfa_megatron.runtime.execute.memory import placed
 from dfa_megatron.runtime.request import Request
 from tests.support.arguments import arguments
 from tests.support.attend import (
@@ -49,8 +49,8 @@ def outer_thirds_first(phase: Phase, ranks: int = 2) -> Plan:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
     phases = [outer_thirds_first(phase) for phase in (FORWARD, BACKWARD)]
-    forward, backward = (check(phase, batch) for phase in phases)
-    assert any(len(part) == 2 for message in forward[0].sends for part in message.parts), "two regions in one part"
+    forward = lower_all(phases[0], batch)[0]
+    assert any(len(part) == 2 for message in forward.sends for part in message.parts), "two regions in one part"
     whole = case(LENGTH, batch=batch)
 
     def shards(x: torch.Tensor) -> list[torch.Tensor]:
@@ -60,8 +60,8 @@ def test_rows_that_lie_apart_travel_as_one_message(batch: int) -> None:
     prepared = [
         dataclasses.replace(
             one,
-            forward=plan_memory(forward[rank], landings_of(phases[0], batch), one.forward.sizes),
-            backward=plan_memory(backward[rank], landings_of(phases[1], batch), one.forward.sizes),
+            forward=placed(phases[0], rank, one.forward.sizes, ANY),
+            backward=placed(phases[1], rank, one.forward.sizes, ANY),
         )
         for rank, one in enumerate(
             prepare_together(Request(**arguments(softmax_scale=0.25, kernel="reference")), *inputs)
