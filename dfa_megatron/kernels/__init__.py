@@ -23,8 +23,7 @@ from dfa_megatron.kernels.segments import Part, Rows, Segments, Split
 from dfa_megatron.names import nearest, say_once
 from dfa_megatron.plan.language.geometry import Band, Form, Tile
 from dfa_megatron.plan.language.leaves import LeafSizes
-from dfa_megatron.plan.language.program import LaunchKind
-from dfa_megatron.plan.lowering.kernel_calls import Cut, Takes
+from dfa_megatron.plan.lowering.kernel_calls import Takes as Takes
 
 logger = logging.getLogger(__name__)
 
@@ -142,12 +141,8 @@ class BlockKernel(ABC):
     """The result of the forward that a backward reads beside lse; a helping rank is sent the same."""
     takes_out: ClassVar[bool] = False
     """The backward takes out in place of delta, too: one rank sends nothing, and leaves delta to the kernel."""
-    cut: Cut | None = None
-    """Divides the tile of a segment into tiles that a launch takes; None where it takes any band."""
-    takes: LaunchKind = "segment"
-    """Which segments one launch computes: see `Takes`."""
-    skips_rows: ClassVar[bool] = False
-    """A launch of several segments takes memory for its results, and leaves the rows between them as they are there."""
+    takes: Takes = Takes("segment")
+    """What one launch computes. If it skips rows, it writes into memory, and leaves them as they are there."""
     writes_into: ClassVar[bool] = False
     """A launch writes its results into memory of the call."""
     caps_scores: ClassVar[bool] = False
@@ -166,14 +161,14 @@ class BlockKernel(ABC):
 
     @abstractmethod
     def launch(self, call: BlockCall) -> Partial:
-        """Compute `forward` for a call as `takes` and `cut` declare it."""
+        """Compute `forward` for a call as `takes` declares it."""
 
     @abstractmethod
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
-        """Compute `backward` for a call as `takes` and `cut` declare it."""
+        """Compute `backward` for a call as `takes` declares it."""
 
     def launch_into(self, call: BlockCall, into: Partial) -> Partial:
-        """Compute `launch` of several segments with gaps between their rows into memory; for `skips_rows`."""
+        """Compute `launch` of several segments with gaps between their rows into memory, where these are skipped."""
         raise NotImplementedError
 
     def launch_backward_into(self, call: BlockCall, dout: torch.Tensor, saved: Saved, dq: torch.Tensor) -> Gradients:
@@ -196,7 +191,7 @@ class BlockKernel(ABC):
             out.zero_()
             lse.fill_(-math.inf)
         for part in split.parts:
-            if self.skips_rows and part.segments.window is not None:
+            if self.takes.skips and part.segments.window is not None:
                 self.launch_into(call.part(part), (out, lse))
                 continue
             part_out, part_lse = self.launch(call.part(part))
@@ -223,7 +218,7 @@ class BlockKernel(ABC):
         waiting: list[list[torch.Tensor]] = []
         for part in split.parts:
             rows, columns = part.rows, part.columns
-            if self.skips_rows and part.segments.window is not None:
+            if self.takes.skips and part.segments.window is not None:
                 _, *of_keys = self.launch_backward_into(call.part(part), dout, saved, dq)
             else:
                 part_dq, *of_keys = self.launch_backward(call.part(part), rows.take(dout), saved.rows(rows))
@@ -244,8 +239,8 @@ class BlockKernel(ABC):
 
         group: query heads that have the same keys. bands: it takes windows that are neither full nor square causal.
         """
-        kind = self.takes if batch == 1 else "segment"
-        return Takes(kind, self.cut, self.skips_rows, bands, group if kind == "window" else 0)
+        kind = self.takes.kind if batch == 1 else "segment"
+        return self.takes._replace(kind=kind, bands=bands, repeats=group if kind == "window" else 0)
 
     def _split(self, call: BlockCall) -> Split:
         """Return the launches of a call: as prepared, or decided here for a call that was not, and cached on it."""

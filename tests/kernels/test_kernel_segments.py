@@ -19,7 +19,7 @@ from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.segments import Rows, Segments
 from dfa_megatron.kernels.triton.support import interpreted
 from dfa_megatron.plan.language.geometry import CAUSAL, FULL, Band, Segment, Span
-from dfa_megatron.plan.lowering.kernel_calls import by_window
+from dfa_megatron.plan.lowering.kernel_calls import Takes, by_window
 from tests.support.kernel_cases import Case, every_dtype, every_target, problem, run, usable, visible
 from tests.support.support_rows import in_bfloat16
 from tests.support.support_rows import kernel as of_kernel
@@ -78,7 +78,7 @@ def check_pack(
     name: str, device: str, dtype: torch.dtype, rows: str, *, deterministic: bool = False, batch: int = 1,
 ) -> None:  # fmt: skip
     pack = PACKS[rows]
-    if pack.again and kernels.get(name).takes != "window":
+    if pack.again and kernels.get(name).takes.kind != "window":
         pytest.skip(f"{name}: plans give keys again to kernels of windows alone")
     if interpreted():  # where a program takes half a second
         pack = replace(pack, heads=2, kv_heads=1, count=min(pack.count, 5))
@@ -139,7 +139,7 @@ def test_groups_hold_every_segment_once_and_mean_what_its_band_means(seed: int) 
 class Windows(ReferenceKernel):
     """Takes segments of one window, as FlashAttention's varlen functions do."""
 
-    takes = "window"
+    takes = Takes("window")
 
     def launch(self, call: BlockCall) -> Partial:
         if call.segments.window is None:
@@ -180,7 +180,7 @@ class Windows(ReferenceKernel):
 def test_segments_of_one_window_may_have_keys_again_and_rows_between_them(
     bands: tuple[Band, ...], skips: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Windows, "skips_rows", skips)
+    monkeypatch.setattr(Windows, "takes", Takes("window", skips=skips))
     for seed, gap in itertools.product(range(4), (0, 5)):
         drawn = Pack(bands, gap=gap, again=True, square=False, longest=20, count=9).draw(seed)
         whole = Case(drawn.q_len, drawn.kv_len, FULL, batch=1, heads=4, kv_heads=2, head_dim=8)
@@ -198,7 +198,7 @@ def test_as_many_copies_as_rows_are_not_all_rows() -> None:
 class Counted(ReferenceKernel):
     """Says that it takes several segments in a launch, and counts launches."""
 
-    takes = "segments"
+    takes = Takes("segments")
 
     def __init__(self) -> None:
         self.launches: list[int] = []

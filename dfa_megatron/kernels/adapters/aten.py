@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
+from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, Takes
 from dfa_megatron.kernels.adapters.shared import (
     Operator,
     build_refusal,
@@ -21,7 +21,6 @@ from dfa_megatron.kernels.adapters.shared import (
 )
 from dfa_megatron.kernels.segments import Segments
 from dfa_megatron.plan.language.geometry import FULL, UNBOUNDED, Segment, Span, Tile
-from dfa_megatron.plan.language.program import LaunchKind
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +65,6 @@ class AtenFlashKernel(BlockKernel):
 
     name = "aten"
     backward_needs = "out"
-    cut = staticmethod(cut_tall)
 
     def refusal(self, need: Need) -> str | None:
         if why := equal_dims_refusal(need):
@@ -76,8 +74,8 @@ class AtenFlashKernel(BlockKernel):
         return build_refusal() or _build_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
 
     @property
-    def takes(self) -> LaunchKind:  # type: ignore[override]
-        return "window" if _packs() else "segment"
+    def takes(self) -> Takes:  # type: ignore[override]
+        return Takes("window" if _packs() else "segment", cut_tall)
 
     def replays(self, *, deterministic: bool) -> bool:
         """See `BlockKernel.replays`; determinism is a setting around its operator."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, accumulator_dtype, uncut
+from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, Takes, accumulator_dtype
 from dfa_megatron.kernels.adapters.shared import Operator
 from dfa_megatron.kernels.segments import visible
 from dfa_megatron.plan.language.geometry import Span, Tile, form_of
@@ -26,7 +26,7 @@ MASK_ROWS = 512
 
 def _cut(tile: Tile) -> Iterable[Tile]:
     """Cut a band into tiles whose masks are small."""
-    return cut_rows(tile, MASK_ROWS) if form_of(tile.band, len(tile.q), len(tile.kv)) == "band" else uncut(tile)
+    return cut_rows(tile, MASK_ROWS) if form_of(tile.band, len(tile.q), len(tile.kv)) == "band" else (tile,)
 
 
 def cut_rows(tile: Tile, rows: int) -> Iterator[Tile]:
@@ -46,7 +46,7 @@ class CpuKernel(BlockKernel):
 
     name = "cpu"
     backward_needs = "out"
-    cut = staticmethod(_cut)
+    takes = Takes("segment", _cut)
 
     def refusal(self, need: Need) -> str | None:
         if torch.device(need.device).type != "cpu":

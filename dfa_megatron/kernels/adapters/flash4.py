@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, uncut
+from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, Takes, uncut
 from dfa_megatron.kernels.adapters.flash4_launches import has_memory, late_gradients, launches_seen
 from dfa_megatron.kernels.adapters.shared import build_refusal, capability_text, dense, gpu_refusal, vectorised
 from dfa_megatron.kernels.current_stream import stream_of
@@ -51,10 +51,8 @@ class Flash4Kernel(BlockKernel):
     name = "flash4"
     backward_needs = "delta"
     takes_out = writes_into = True
-    takes = "window"
-    skips_rows = True
+    takes = Takes("window", uncut, skips=True)
     caps_scores = True
-    cut = staticmethod(uncut)
 
     def refusal(self, need: Need) -> str | None:
         if why := gpu_refusal(need):

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved
+from dfa_megatron.kernels import BlockCall, BlockKernel, Gradients, Need, Partial, Saved, Takes
 from dfa_megatron.kernels.adapters.shared import capability_text
 from dfa_megatron.kernels.triton.support import (
     interpreted,
@@ -80,7 +80,7 @@ class TritonKernel(BlockKernel):
 
     name = "triton"
     backward_needs = "delta"
-    takes = "segments"
+    takes = Takes("segments")
     caps_scores = True
 
     def refusal(self, need: Need) -> str | None:

@@ -12,6 +12,7 @@ from dfa_megatron import kernels, masks, tree_positions
 from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.plan.language.ir import AttentionPlan
 from dfa_megatron.plan.lowering import kernel_calls
+from dfa_megatron.plan.lowering.kernel_calls import Takes
 from dfa_megatron.runtime.prepare import in_use
 from dfa_megatron.runtime.request import Request
 from tests.kernels.test_kernel_segments import Windows
@@ -47,7 +48,7 @@ def test_every_mask_serves_schedules_that_look_both_ways(kind: int) -> None:
 def test_masks_are_dense_attention_where_launches_use_keys_again(skips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     used = joined = 0
     monkeypatch.setattr(kernels, "KERNELS", {**kernels.KERNELS, "reference": Windows()})
-    monkeypatch.setattr(Windows, "skips_rows", skips)
+    monkeypatch.setattr(Windows, "takes", Takes("window", skips=skips))
     monkeypatch.setattr(kernel_calls, "ROW", 1 << 40)
     monkeypatch.setattr(kernel_calls, "MOST_COPIES", 99)
     kernel_calls.launches.cache_clear()
