@@ -28,7 +28,6 @@ from itertools import accumulate
 import torch
 
 from dfa_megatron.errors import UnsupportedError
-from dfa_megatron.kernels.merge import minus_delta
 from dfa_megatron.plan.degree import HeadSplit, split_heads
 from dfa_megatron.plan.language.geometry import Span
 from dfa_megatron.plan.language.layout import LAYOUTS as BY_LENGTH
@@ -73,7 +72,7 @@ class HeadExchange:
     near: the neighbours, this rank among them. tokens: of each.
     order, back: where the plan's tokens lie in the rows that come, and these in the plan's tokens; nothing where they
         lie in order.
-    is_delta: the backward's kernel reads -delta, not out. over: the channel of the group.
+    over: the channel of the group.
     """
 
     heads: HeadSplit
@@ -81,7 +80,6 @@ class HeadExchange:
     tokens: list[int]
     order: tuple[Span, ...]
     back: tuple[Span, ...]
-    is_delta: bool
     over: Channel
 
     @property
@@ -90,7 +88,7 @@ class HeadExchange:
         return self.tokens[self.over.rank - self.near[0]]
 
     def around(self, run: RunPhase, inputs: Fields) -> Fields:
-        """Return what `run` of (q, k, v), or of (dout, q, k, v, out, lse), does, around which heads are exchanged.
+        """Return what `run` of (q, k, v), or of (dout, q, k, v, out or -delta, lse), does, with heads exchanged.
 
         Behind out and lse may stand q, k and v as they are after the exchange; a backward may get these.
         """
@@ -99,12 +97,13 @@ class HeadExchange:
             qkv = self.to_heads("forward", (q, self.copied(k), self.copied(v)))
             found = self.over.spoiled(*self.to_tokens("forward", run(qkv)))
             return *found, *(qkv if self.heads.copies == 1 else ())
-        dout, q, k, v, out, lse = inputs
-        needed = _wide(minus_delta(dout, out)) if self.is_delta else out
+        dout, q, k, v, needed, lse = inputs
+        is_delta = needed.dim() == 3
         given = () if q.shape[2] < dout.shape[2] else (q, self.copied(k), self.copied(v))
-        dheads, needed, wide, *came = self.to_heads("backward", (dout, needed, _wide(lse), *given))
+        sent = dout, _wide(needed) if is_delta else needed, _wide(lse), *given
+        dheads, needed, wide, *came = self.to_heads("backward", sent)
         q, k, v = came or (q, k, v)
-        gradients = run((dheads, q, k, v, _narrow(needed) if self.is_delta else needed, _narrow(wide)))
+        gradients = run((dheads, q, k, v, _narrow(needed) if is_delta else needed, _narrow(wide)))
         dq, dk, dv = self.to_tokens("backward", gradients)
         return self.over.spoiled(dq, self.summed(dk), self.summed(dv))
 
@@ -162,11 +161,7 @@ class HeadExchange:
 
 
 def made(degree: int, request: Request, mask: Mask, held: Layout, over: Channel | None, inputs: Inputs) -> Prepared:
-    """Build a request without asking the other ranks, for that many neighbours.
-
-    Raises:
-        UnsupportedError: neighbours cannot exchange heads here, or nothing serves the request.
-    """
+    """Build a request without asking the other ranks, for that many neighbours, or refuse it."""
     rank, size = (over.rank, over.size) if over is not None else (0, 1)
     what = f"ulysses_degree={degree}"
     if request.plan is not None:
@@ -194,8 +189,7 @@ def made(degree: int, request: Request, mask: Mask, held: Layout, over: Channel 
     order = rows_in_order(held, near)
     ends = accumulate(map(len, order))
     back = tuple(Span(end - len(rows), end) for rows, end in sorted(zip(order, ends, strict=True)))
-    is_delta = plan.kernel.backward_needs == "delta"
-    exchange = HeadExchange(heads, near, list(map(held.tokens, near)), order, back, is_delta, over)
+    exchange = HeadExchange(heads, near, list(map(held.tokens, near)), order, back, over)
     return replace(plan, request=request, exchange=exchange)
 
 
@@ -214,18 +208,15 @@ class ChunkMoves:
     """The moves of one rank.
 
     q: of queries and what belongs to them. kv: of keys and values; None where they lie as queries do, and travel with
-    them. over: the channel; None for one rank. is_delta: the backward's kernel reads -delta, not out.
+    them. over: the channel; None for one rank.
     """
 
     q: Moves
     kv: Moves | None
     over: Channel | None
-    is_delta: bool
 
     def around(self, run: RunPhase, inputs: Fields) -> Fields:
         """Return what `run` of (q, k, v), or of (dout, q, k, v, out or -delta, lse), does with the caller's rows."""
-        if len(inputs) > 3 and self.is_delta and inputs[4].dim() == 4:
-            inputs = *inputs[:4], minus_delta(inputs[0], inputs[4]), inputs[5]
         forward, q, kv = len(inputs) == 3, self.q.back(), None if self.kv is None else self.kv.back()
         found = run(self._moved(inputs, (1, 2) if forward else (2, 3), self.q, self.kv))
         return self._moved(found, () if forward else (1, 2), q, kv)
@@ -252,7 +243,7 @@ class ChunkMoves:
 
 
 def rows_to_chunks(
-    held: Layout, whole: Layout, rank: int, device: torch.device, over: Channel | None, peers: range, *, is_delta: bool
+    held: Layout, whole: Layout, rank: int, device: torch.device, over: Channel | None, peers: range
 ) -> ChunkMoves | None:
     """Return the moves from the rows that ranks hold to those of whole chunks; None where none move.
 
@@ -269,4 +260,4 @@ def rows_to_chunks(
         )
         return moves_between(before, after, peers[rank], device)
 
-    return ChunkMoves(moves("q"), None if held.queries is None else moves("kv"), over, is_delta)
+    return ChunkMoves(moves("q"), None if held.queries is None else moves("kv"), over)

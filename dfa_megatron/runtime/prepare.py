@@ -69,11 +69,7 @@ _NOT_COUNTED = CallContexts(*(contextlib.nullcontext(),) * 3)
 
 
 def _connect(prepared: Prepared, over: Channel, device: torch.device) -> None:
-    """Open what messages need; collective, after all ranks have agreed.
-
-    Raises:
-        UnsupportedError: the transport that was asked for cannot serve these ranks.
-    """
+    """Open what messages need, or refuse the transport that was asked for; collective, after all ranks have agreed."""
     if prepared.exchange is not None:
         over.communicator(device)
     if prepared.ranks == 1:
@@ -165,11 +161,7 @@ class Prepared:
 
 
 def made(request: Request, over: Channel | None, inputs: Inputs) -> Prepared:
-    """Prepare without asking the other ranks, with or without an exchange of heads.
-
-    Raises:
-        UnsupportedError: the tensors do not fit together, or nothing serves the request.
-    """
+    """Prepare without asking the other ranks, with or without an exchange of heads; refuse what nothing serves."""
     rank, size = (over.rank, over.size) if over is not None else (0, 1)
     request, mask, held = request.settled(size, rank, inputs)
     if (degree := degree_of(request, mask, over, inputs)) == 1:
@@ -199,8 +191,7 @@ def built(
     if request.invariant:
         from dfa_megatron.runtime.around import rows_to_chunks  # which other calls need not load
 
-        others, is_delta = over if ranks > 1 else None, sizes.backward_needs == "delta"
-        moved = rows_to_chunks(held, plan.forward.layout, rank, device, others, peers, is_delta=is_delta)
+        moved = rows_to_chunks(held, plan.forward.layout, rank, device, over if ranks > 1 else None, peers)
     transport = request.config.transport
     return Prepared(
         request=request,

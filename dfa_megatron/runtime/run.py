@@ -50,8 +50,7 @@ def needed_by_backward(prepared: Prepared, dout: torch.Tensor, out: torch.Tensor
     """Return out or -delta (batch, heads, rows), whichever the kernel's backward reads beside lse.
 
     It is out where the kernel needs out, and where the kernel takes it, no rank is sent these rows, and calls read each
-    at most twice. Otherwise compute -delta, a pass over dout and out. An `out` of three dimensions is -delta
-    already: `runtime.around` computes it before rows move, because -delta is smaller than out.
+    at most twice. Otherwise compute -delta, a pass over dout and out. An `out` of three dimensions is -delta already.
     """
     if out.dim() == 3:
         return out
@@ -109,6 +108,9 @@ def _around(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fields:
     if prepared.exchange is not None:
         run = functools.partial(prepared.exchange.around, run)
     with without_autocast(), without_functions():
+        if memory is prepared.backward and prepared.kernel.backward_needs == "delta":  # which is smaller than out
+            dout, q, k, v, out, lse = inputs
+            inputs = dout, q, k, v, minus_delta(dout, out), lse
         return run(inputs)
 
 
@@ -170,8 +172,7 @@ def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Te
     """Run a phase as it stands."""
     tensors = algebra(prepared, memory, inputs, arena)
     execute(tensors, transport, functools.partial(_failed, prepared, memory))
-    names = ("out",) if memory is prepared.forward else ("dq", "dkv")
-    results = tuple(x for name in names for x in tensors.result(name))
+    results = tuple(x for name in memory.program.phase.write_names for x in tensors.result(name))
     # An exchange spoils its own results.
     return results if prepared.over is None or prepared.exchange is not None else prepared.over.spoiled(*results)
 
