@@ -305,11 +305,7 @@ COMPILES_EACH_LENGTH = frozenset({"cudnn"})
 
 
 def get(name: str) -> BlockKernel:
-    """Return the kernel of that name.
-
-    Raises:
-        UnsupportedError: there is none; the nearest known name is given.
-    """
+    """Return the kernel of that name, or refuse it with the nearest one."""
     if name in KERNELS:
         return KERNELS[name]
     raise UnsupportedError(f"kernel={name!r}", "there is no such kernel", nearest(name, names.KERNELS))
@@ -318,8 +314,7 @@ def get(name: str) -> BlockKernel:
 def select(name: str, need: Need) -> BlockKernel:
     """Return the kernel of that name, or for "auto" the first one that does not refuse the need; logged once.
 
-    Raises:
-        UnsupportedError: the named kernel refuses (its reason, and which kernels would do), or every kernel does.
+    Else raise the reasons of those that were asked, and which kernels would do.
     """
     refused: dict[str, str] = {}
     for candidate in KERNELS if name == "auto" else (get(name).name,):

@@ -12,11 +12,7 @@ from dfa_megatron.plan.language.mask import Mask
 
 
 def check_degree(degree: int, ranks: int, heads: int) -> None:
-    """Refuse a degree that does not divide both the ranks of the group and the query heads of each rank.
-
-    Raises:
-        UnsupportedError: the message lists the degrees that would work.
-    """
+    """Refuse a degree that does not divide both the ranks of the group and the query heads of each rank."""
     works = [str(d) for d in range(1, ranks + 1) if ranks % d == 0 and heads % d == 0]
     instead = f"a degree that divides both {ranks} ranks and {heads} heads: {', '.join(works)}"
     what = f"ulysses_degree={degree}"
@@ -42,11 +38,7 @@ class HeadSplit:
 
 
 def split_heads(degree: int, ranks: int, heads: int, kv_heads: int) -> HeadSplit:
-    """Return the split of heads over each `degree` of `ranks` ranks.
-
-    Raises:
-        UnsupportedError: the heads cannot be split that way.
-    """
+    """Return the split of heads over each `degree` of `ranks` ranks, or refuse it."""
     check_degree(degree, ranks, heads)
     mine, group = heads // degree, heads // kv_heads
     # Query heads in blocks of this many belong to one rank and to one kv head; a block gets its own copy of that.

@@ -68,11 +68,7 @@ def offsets_of(cu_seqlens: CuSeqlens, device: torch.device | None = None) -> Off
 
 
 def rows_of(cu_seqlens: CuSeqlens, x: torch.Tensor | None = None) -> tuple[Offsets, ...]:
-    """Return the offsets of every row of a batch (of x, if given), () where `cu_seqlens` are those of one sequence.
-
-    Raises:
-        UnsupportedError: as `offsets_of` does, and where the batch has another number of rows.
-    """
+    """Return the offsets of every row of a batch (of x, if given), () where `cu_seqlens` are those of one sequence."""
     if not isinstance(cu_seqlens, list | tuple) or not cu_seqlens or isinstance(cu_seqlens[0], Real):
         return ()
     if x is not None:
@@ -89,11 +85,7 @@ def check_rows(rows: Sequence[Any], x: torch.Tensor) -> None:
 
 @lru_cache(maxsize=8)  # layers of one pack, and the mask that balances it
 def mask_of(offsets: Offsets, length: int, *, causal: bool, window_size: tuple[int, int]) -> Mask:
-    """Return the mask of a pack's documents, those of no tokens left out; a single document is a plain sequence.
-
-    Raises:
-        UnsupportedError: the documents do not have `length` tokens.
-    """
+    """Return the mask of a pack's documents, those of no tokens left out; a single document is a plain sequence."""
     check_offsets(offsets, length)
     offsets = tuple(dict.fromkeys(offsets))
     if len(offsets) == 2:
@@ -107,11 +99,7 @@ def balancing_mask(offsets: Offsets, length: int) -> Mask:
 
 
 def check_offsets(offsets: Offsets, length: int | None = None) -> None:
-    """Refuse offsets that are no documents of a pack of that many tokens (None: of any).
-
-    Raises:
-        UnsupportedError: says which offset is wrong.
-    """
+    """Refuse offsets that are no documents of a pack of that many tokens (None: of any), and say which is wrong."""
     why, instead = "", "0, the end of every document in order, the last of which is the pack's length"
     if len(offsets) < 2 or (offsets[0] == offsets[-1] == 0 and length != 0):
         why = "there is no document of any token"

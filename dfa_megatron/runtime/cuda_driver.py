@@ -87,8 +87,7 @@ _UNIFIED = 4
 class Driver:
     """Calls of libcuda: none of them takes a multiprocessor, and none makes the host wait.
 
-    Raises:
-        OSError: there is no driver, or it is older than CUDA 11.7.
+    Without a driver of CUDA 11.7 or newer it raises an OSError.
     """
 
     def __init__(self) -> None:

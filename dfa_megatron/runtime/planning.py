@@ -37,9 +37,6 @@ def kernel_of(
     """Choose the kernel of a request; return it, the sizes of the tensors, and what its launches take.
 
     The last are the sizes of chunks of a fixed order; None where results merge as they come.
-
-    Raises:
-        UnsupportedError: no kernel serves.
     """
     q, k, v, *_ = inputs
     need = Need(
@@ -83,13 +80,9 @@ def degree_of(request: Request, mask: Mask, over: Channel | None, inputs: Inputs
 def plan_of(
     request: Request, mask: Mask, held: Layout, sizes: Sizes, hardware: Hardware, leaves: LeafSizes | None
 ) -> AttentionPlan:
-    """Return the plan of a request; equal arguments give equal plans on every rank.
+    """Return the plan of a request, or refuse it; equal arguments give equal plans on every rank.
 
-    `placed` proves the records of all ranks, and this rank's own program.
-
-    Raises:
-        UnsupportedError: no schedule serves it, or the caller's plan does not fit it.
-        PlanError: the caller's plan is wrong; shows where.
+    `placed` proves the records of all ranks, and this rank's own program; a caller's plan is proved here as a whole.
     """
     schedule = request.config.schedule
     if request.invariant:
@@ -110,11 +103,7 @@ def plan_of(
 
 
 def _refuse_plan(plan: AttentionPlan, request: Request, held: Layout) -> None:
-    """Refuse a caller's plan that is not one of these ranks and tokens; `check` then proves that it is right.
-
-    Raises:
-        UnsupportedError: says what does not fit.
-    """
+    """Refuse a caller's plan that is not one of these ranks and tokens; `check_plan` then proves that it is right."""
     what, ranks, by = f"the plan {plan}", held.ranks, str(request.layout)
     if (plan.forward.phase, plan.backward.phase) != (FORWARD, BACKWARD) or plan.backward.mask != plan.forward.mask:
         why = "its phases are not a forward and the backward of the same mask"

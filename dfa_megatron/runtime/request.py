@@ -84,11 +84,7 @@ class Request:
     config: DistAttentionConfig = DEFAULTS
 
     def __post_init__(self) -> None:
-        """Refuse values that no attention can have; a plan or a kernel refuses the rest.
-
-        Raises:
-            UnsupportedError: names the argument, and values that it can have.
-        """
+        """Refuse values that no attention can have; a plan or a kernel refuses the rest."""
         check_config(self.config)
         if self.config.numerics == "invariant":
             object.__setattr__(self, "deterministic", True)
@@ -139,11 +135,8 @@ class Request:
     def settled(self, ranks: int, rank: int, inputs: Inputs) -> tuple[Request, Mask, Layout]:
         """Return the request on such tensors of one of so many ranks, its mask, and the tokens that each rank holds.
 
-        The request's layout is then a name where ranks hold equally many tokens by one, else a value.
-
-        Raises:
-            UnsupportedError: the tensors do not fit together; or the layout, the mask or the documents give this rank
-                other numbers of tokens.
+        The request's layout is then a name where ranks hold equally many tokens by one, else a value. Tensors are
+        refused that do not fit together, or do not have this rank's tokens.
         """
         refuse_tensors(inputs)
         if inputs.sinks is not None:
@@ -179,8 +172,7 @@ class Request:
     def mask_over(self, length: int, queries: int | None = None) -> Mask:
         """Return the mask over a whole sequence of that many tokens, or over two of which the first has `queries`.
 
-        Raises:
-            UnsupportedError: documents, mask or plan have another length, or the layout needs documents.
+        Documents, mask or plan of another length are refused, and a layout that needs documents.
         """
         given = self.given
         if given is not None and given.queries != queries:
@@ -303,11 +295,7 @@ def transformed() -> UnsupportedError:
 
 
 def refuse_strangers(*qkv: object) -> None:
-    """Refuse what is no tensor at all.
-
-    Raises:
-        UnsupportedError: names it.
-    """
+    """Refuse what is no tensor at all."""
     for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, torch.Tensor):
             raise UnsupportedError(f"{name} of type {type(x).__name__}", "it is no tensor", "torch.as_tensor")
@@ -325,11 +313,7 @@ def allow_more_heads_than_tokens() -> None:
 
 
 def refuse_tensors(inputs: Inputs) -> None:
-    """Refuse tensors that do not fit together.
-
-    Raises:
-        UnsupportedError: says which shapes, dtypes or devices, and what would fit.
-    """
+    """Refuse tensors that do not fit together, and say what would."""
     q, k, v, *_ = inputs
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:

@@ -60,11 +60,6 @@ class CudnnKernel(BlockKernel):
         return not deterministic
 
     def launch(self, call: BlockCall) -> Partial:
-        """See `BlockKernel.launch`.
-
-        Raises:
-            UnsupportedError: the band is neither full nor square causal.
-        """
         causal = _is_causal(call)
         if _is_vector(call):
             return _VECTOR_KERNEL.launch(call)
@@ -76,11 +71,6 @@ class CudnnKernel(BlockKernel):
         return out.transpose(1, 2), lse.reshape(lse.shape[:3])
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
-        """See `BlockKernel.launch_backward`.
-
-        Raises:
-            UnsupportedError: deterministic is asked for, or the band is neither full nor square causal.
-        """
         assert saved.out is not None, "the cudnn kernel reads out"
         causal = _is_causal(call)
         if call.deterministic:

@@ -135,11 +135,9 @@ def candidates(
     sizes: Sizes | None = None,
     hardware: Hardware | None = None,
 ) -> tuple[Candidate, ...]:
-    """Return every schedule with its cost or its refusal, in the order of `schedules.ALL`.
+    """Return every schedule with its cost or its refusal, in the order of `schedules.ALL`; arguments as of `make_plan`.
 
     On hardware of several nodes a schedule comes with and without gateways.
-
-    The arguments are those of `make_plan`.
     """
     found, held = list[Candidate](), layout if isinstance(layout, Layout) else None
     for schedule in ALL:
@@ -172,11 +170,7 @@ def _needless(schedule: Schedule, mask: Mask, ranks: int, layout: str | Layout, 
 def _priced(
     schedule: Schedule, mask: Mask, ranks: int, held: Layout | None, sizes: Sizes, hardware: Hardware
 ) -> list[Candidate]:
-    """Return the plans of a schedule with their costs, without gateways and with them.
-
-    Raises:
-        UnsupportedError: the schedule does not suit the mask or the ranks.
-    """
+    """Return the plans of a schedule with their costs, without gateways and with them; or refuse."""
     plans = [schedule.plan(mask, ranks, held)]
     if schedule.route is direct and (nodes := hardware.node_size(ranks)) is not None and nodes > 1:
         plans.append(over_nodes(plans[0], nodes))

@@ -232,11 +232,7 @@ PROFILES: Mapping[str, Hardware] = MappingProxyType({profile.name: profile for p
 
 
 def profile_named(name: str) -> Hardware:
-    """Return a shipped profile by its name.
-
-    Raises:
-        UnsupportedError: no such profile, with the known ones.
-    """
+    """Return a shipped profile by its name, or refuse it with the known ones."""
     if name not in PROFILES:
         raise UnsupportedError(f"hardware {name!r}", "there is no such profile", "one of " + ", ".join(PROFILES))
     return PROFILES[name]

@@ -226,11 +226,7 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {"contiguous": contiguous, "z
 
 
 def by_name(name: str, length: int, ranks: int) -> Layout:
-    """Return the layout of that name, among those that depend on the length only.
-
-    Raises:
-        UnsupportedError: no such layout, or no tokens.
-    """
+    """Return the layout of that name, among those that depend on the length only, or refuse the name."""
     if name not in LAYOUTS:
         instead = f"{', '.join(LAYOUTS)}, or load_balanced with cu_seqlens"
         raise UnsupportedError(f"layout {name!r}", "it does not follow from the length", instead)

@@ -82,11 +82,7 @@ class Landings:
         self.buffers = tuple(Buffer(parts, slot) for parts, slot in zip(self._parts, slots, strict=True))
 
     def read_place(self, name: str, chunk: int, step: int) -> BufferRow:
-        """Return where the rank holds an input before a step.
-
-        Raises:
-            PlanError: it does not hold it.
-        """
+        """Return where the rank holds an input before a step; it is a PlanError if it does not hold it."""
         if chunk in self.own_rows:
             return self.own[name], self.own_rows[chunk]
         for arrival, place in reversed(self._arrivals[name, chunk]):
@@ -160,12 +156,9 @@ class Landings:
 
 
 def landings_of(plan: Plan, batch: int = 1) -> tuple[Landings, ...]:
-    """Return the landings of every rank.
+    """Return the landings of every rank, or raise a PlanError: a rank reads, or hands on, what it does not hold.
 
     batch: sequences at once. It decides whether messages share a buffer, see `messages.names_joined`.
-
-    Raises:
-        PlanError: a rank reads, or hands on, what it does not hold; or the plan breaks a rule of the language.
     """
     joined, rows = names_joined(plan.mask, batch), [len(chunk) for chunk in plan.layout.chunks]
     return tuple(Landings(plan, rank, rows, its, joined) for rank, its in enumerate(rank_messages(plan, batch)))

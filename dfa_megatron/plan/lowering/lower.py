@@ -48,14 +48,9 @@ def lower_all(plan: Plan, batch: int = 1) -> list[Program]:
 
 
 def lower(landings: Landings, takes: Takes = ANY) -> Program:
-    """Lower a plan for one rank.
+    """Lower a plan for the rank of these landings, or raise a PlanError.
 
-    Args:
-        landings: of the plan and the rank.
-        takes: what one launch of the kernel computes, which decides calls and launches.
-
-    Raises:
-        PlanError: the plan breaks a rule of the language.
+    takes: what one launch of the kernel computes, which decides calls and launches.
     """
     return _Lowering(landings, takes).program()
 
@@ -266,11 +261,7 @@ Way = tuple[int, tuple[int, ...], bool, Destination, tuple[bool, ...]]
 
 
 def merges_of(rows: int, writes: Sequence[Write], *, ordered: bool = False) -> BufferMerges:
-    """Plan one accumulator of so many rows, whose writes come in this order.
-
-    Raises:
-        PlanError: the order is fixed, and a write brings leaves that are no node of the tree.
-    """
+    """Plan one accumulator of so many rows, whose writes come in this order."""
     merges: dict[int, list[RowsMerge]] = defaultdict(list)
     empty: list[Span] = []
     for lo, hi, brought in _runs(rows, writes, ordered=ordered):

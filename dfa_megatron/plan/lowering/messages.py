@@ -39,11 +39,7 @@ class RankMessages:
 
 
 def rank_messages(plan: Plan, batch: int) -> list[RankMessages]:
-    """Return the messages of every rank.
-
-    Raises:
-        PlanError: a record of the plan cannot run on any rank, see `validate`.
-    """
+    """Return the messages of every rank, of a plan that `validate` does not refuse."""
     validate(plan)
     out = [RankMessages() for _ in range(plan.ranks)]
     for block in sorted(plan.blocks):
@@ -79,11 +75,7 @@ def _runs(
 
 
 def validate(plan: Plan) -> None:
-    """Refuse records that cannot run on any rank.
-
-    Raises:
-        PlanError: names the first such record, with the grid.
-    """
+    """Refuse records that cannot run on any rank, by a PlanError that names the first, with the grid."""
     _validate_layout(plan)
     _refuse_repeats(plan)
     chunks, ranks, owner = range(len(plan.layout.chunks)), range(plan.ranks), plan.layout.owner
@@ -113,11 +105,7 @@ SumsHeld = Mapping[tuple[int, str, int], Sequence[Block]]
 
 
 def carried_by(plan: Plan) -> tuple[Carried, SumsHeld]:
-    """Return what every transfer of a result carries, and what the ranks end with.
-
-    Raises:
-        PlanError: a rank sends a result that it does not have.
-    """
+    """Return what every transfer of a result carries, and what the ranks end with; a rank sends only what it has."""
     blocks: dict[int, list[Block]] = defaultdict(list)
     transfers: dict[int, list[Transfer]] = defaultdict(list)
     for block in plan.blocks:

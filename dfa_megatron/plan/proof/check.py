@@ -58,13 +58,10 @@ def check(plan: Plan, batch: int = 1, max_slots: int | None = None) -> list[Prog
 
 
 def check_programs(landings: Sequence[Landings], programs: Sequence[Program]) -> None:
-    """Prove a plan, and that these programs carry it out.
+    """Prove a plan, and that these programs carry it out, or raise a PlanError.
 
     landings: of the plan, on all ranks. programs: of all ranks, or of some: a group whose every rank checks its own
     program has checked them all.
-
-    Raises:
-        PlanError: a result is missing, counted twice, wrong or stranded, or memory in flight is touched.
     """
     plan = landings[0].plan
     promised = carried(plan)
@@ -190,11 +187,7 @@ _pair_of = attrgetter("q_chunk", "kv_chunk")
 
 
 def carried(plan: Plan) -> Carried:
-    """Return what every transfer of a result carries, after a proof that the owners end with every needed pair once.
-
-    Raises:
-        PlanError: a result is missing, counted twice, stranded, or sent by a rank that has none.
-    """
+    """Return what every transfer of a result carries, after a proof that the owners end with every needed pair once."""
     found, held = carried_by(plan)
     owner, last = plan.layout.owner, plan.steps - 1
     at_owner: dict[str, list[tuple[int, int]]] = {name: [] for name in plan.phase.write_names}
@@ -217,9 +210,6 @@ def prove_arena(program: Program, arenas: Arenas) -> None:
     """Prove that memory of different slots is apart in a rank's arena; senders ask the same `Arenas` where they write.
 
     Buffers of one slot never live at the same time, which the program's own proof shows.
-
-    Raises:
-        PlanError: names the rank, and the buffer.
     """
     spans: dict[int | None, list[tuple[int, int]]] = {}
     for number, starts in arenas.starts_on(program.rank).items():

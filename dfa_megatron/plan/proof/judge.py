@@ -26,11 +26,7 @@ class Judge:
                 self.leaves[mine].append((tile.q if self.by_q else tile.kv, self.grid.key(other, number), tile))
 
     def check(self, parts: Sequence[Terms], rows: Span) -> None:
-        """Refuse a merge of parts, in their order, that are not the two halves of a node in every row.
-
-        Raises:
-            LookupError: they are not.
-        """
+        """Raise a LookupError for parts, in their order, that are not the two halves of a node in every row."""
         if len(parts) != 2:
             raise LookupError(f"{len(parts)} partials are merged at once where two make a node")
         tokens = [sorted(self._tokens(part, rows)) for part in parts]

@@ -100,15 +100,10 @@ class SetMemory:
     judge: Judge | None = None
 
     def new(self, rows: int, sum: bool) -> View:
-        """Return rows that hold nothing yet."""
         return View(Content(once=not (sum or self.in_place)), Span(0, rows))
 
     def part(self, rows: View, lo: int, hi: int) -> View:
-        """Return fewer rows.
-
-        Raises:
-            LookupError: there are no such rows.
-        """
+        """Return fewer rows, or raise a LookupError: there are no such rows."""
         if not 0 <= lo <= hi <= len(rows.span):
             raise LookupError(f"rows {lo} to {hi} of {len(rows.span)}")
         return View(rows.content, Span(rows.span.lo + lo, rows.span.lo + hi))
@@ -116,9 +111,8 @@ class SetMemory:
     def merge(self, parts: list[View], into: View) -> None:
         """Write the sum of sets in place of what the rows held; a single part may lie there already.
 
-        Raises:
-            LookupError: a part has rows that hold nothing, or rows of a result are written again. In a partial's memory
-                they would count twice.
+        A part whose rows hold nothing is a LookupError. So are rows of a result that are written again: in a partial's
+        memory they would count twice.
         """
         if [(id(content), span) for content, span in parts] == [(id(into.content), into.span)]:
             return
@@ -136,11 +130,9 @@ class SetMemory:
         into.content.put(into.span, terms, self.side)
 
     def clear(self, rows: View) -> None:
-        """Write empty sets; errors as for `merge`."""
         self.merge([], rows)
 
     def fits(self, partial: View, rows: int) -> bool:
-        """Return whether the partial's memory becomes the result."""
         return self.adopts and partial.span == Span(0, rows)
 
 
@@ -235,7 +227,6 @@ class Sets:
         return [tile for launch in call.launches for tile in launch.tiles()]
 
     def merge(self, merge: Merge) -> None:
-        """Add a landed partial to an accumulator."""
         source = merge.source
         self._read(source)
         landed = View(self.content[source.buffer, source.name], Span(source.lo, source.hi))

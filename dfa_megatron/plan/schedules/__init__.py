@@ -16,11 +16,7 @@ from dfa_megatron.plan.schedules.greedy import cut_for_help, greedy
 
 
 def layout_of(name: str, mask: Mask, ranks: int) -> Layout:
-    """Return the layout of that name for a mask. Only `load_balanced` depends on more of the mask than its lengths.
-
-    Raises:
-        UnsupportedError: no such layout.
-    """
+    """Return the layout of that name for a mask. Only `load_balanced` depends on more of the mask than its lengths."""
     if mask.queries is not None:
         return cross(by_name(name, mask.queries, ranks), by_name(name, mask.length - mask.queries, ranks))
     if name != "load_balanced":
@@ -51,11 +47,7 @@ class Schedule:
     cut: Callable[[Mask, Layout], Layout] | None = None
 
     def plan(self, mask: Mask, ranks: int, held: Layout | None = None) -> AttentionPlan:
-        """Plan both phases. held: the tokens of each rank, in place of those that the schedule's own layout gives.
-
-        Raises:
-            UnsupportedError: the mask or the length does not suit the schedule.
-        """
+        """Plan both phases, or refuse a mask or a length. held: the tokens of each rank; None: as the layout says."""
         if ranks < 1:
             raise UnsupportedError(f"a plan for {ranks} ranks", "there must be at least one", "ranks=1")
         layout = layout_of(self.layout, mask, ranks) if held is None else held

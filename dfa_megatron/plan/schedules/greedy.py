@@ -34,8 +34,7 @@ class Help(NamedTuple):
 def greedy(mask: Mask, layout: Layout) -> tuple[Block, ...]:
     """Return blocks of nearly equal work per rank on any mask: first local, then help, then own rows.
 
-    Args:
-        layout: from `cut_for_help`, so that help is of whole chunks.
+    layout: from `cut_for_help`, so that help is of whole chunks.
     """
     given: dict[tuple[int, int], list[Help]] = defaultdict(list)
     for one in help_of(mask, held := layout.joined()):

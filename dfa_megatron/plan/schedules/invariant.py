@@ -45,14 +45,8 @@ _ASSIGN: Mapping[str, Callable[[Mask, Layout], tuple[Block, ...]]] = {
 def invariant_plan(mask: Mask, held: Layout, leaves: LeafSizes, schedule: str = "auto") -> AttentionPlan:
     """Plan both phases so that results merge in the mask's own order. Equal arguments give equal plans.
 
-    Args:
-        mask: pairs of the whole sequence that attend.
-        held: the tokens of each rank. The plan's layout gives each chunk to the rank that holds most of it.
-        leaves: the sizes of chunks, which depend on the kernel, dtype and head_dim alone.
-        schedule: "auto", "balanced" or "balanced_shared".
-
-    Raises:
-        UnsupportedError: the schedule keeps no fixed order, or does not suit the mask.
+    held: the tokens of each rank. The plan's layout gives each chunk to the rank that holds most of it.
+    leaves: the sizes of chunks, which depend on the kernel, dtype and head_dim alone.
     """
     if schedule not in ("auto", *_ASSIGN):
         why = "its sums are merged on their way from rank to rank, or in parts of a leaf"

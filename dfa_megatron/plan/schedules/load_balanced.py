@@ -24,9 +24,7 @@ from dfa_megatron.plan.language.work import CUTS, EVEN, MOVED, ROW, TILE, WHOLE
 def load_balanced(mask: Mask, ranks: int) -> Layout:
     """Return chunks that give every rank equal tokens and nearly equal work. Equal arguments give equal layouts.
 
-    Args:
-        mask: pairs of the whole sequence that attend.
-        ranks: number of ranks that share it; if the length does not divide, the first hold one token more.
+    If the length does not divide, the first ranks hold one token more.
     """
     parts = components(mask)
     even = sum(part.work for part in parts) / ranks

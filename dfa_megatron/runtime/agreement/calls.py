@@ -127,8 +127,7 @@ class Calls:
     def begin(self, kind: Kind, layer: int = 0) -> None:
         """Begin a call; `end` or `fail` follows.
 
-        Raises:
-            UnsupportedError: another thread is inside of a call, which loses the group, or has made the calls so far.
+        Refuse it where another thread is inside of a call, which loses the group, or has made the calls so far.
         """
         me = threading.current_thread()
         owner, autograd = self._thread, isinstance(me, threading._DummyThread)

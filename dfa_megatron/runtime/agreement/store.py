@@ -63,8 +63,7 @@ class GroupStore:
     def of_group(cls, group: dist.ProcessGroup, note: str, timeout: float) -> tuple[GroupStore, list[str]]:
         """Return the store of a process group, and the first note of every rank, by rank; collective.
 
-        Raises:
-            AbsentError: names the ranks that did not come in time, or who kept the store, which is gone or has stopped.
+        Else an AbsentError names the ranks that did not come in time, or who kept the store, which is gone or stopped.
         """
         members, started = dist.get_process_group_ranks(group), time.monotonic()
         keeper, subject = _keeper(members), "make contact for the first time"

@@ -100,11 +100,7 @@ class Channel:
         return self._watched is not None
 
     def exchange(self, facts: Facts) -> list[Facts]:
-        """Return every rank's facts, by rank; collective.
-
-        Raises:
-            AbsentError: a rank did not come; the group is lost.
-        """
+        """Return every rank's facts, by rank; collective. An absent rank loses the group."""
         mine = json.dumps(facts).encode()
         with self.collective():
             sizes = [int.from_bytes(size) for size in self._meet(len(mine).to_bytes(8))]
@@ -113,11 +109,8 @@ class Channel:
     def agree(self, facts: Facts, beside: bytes = b"") -> list[bytes]:
         """Compare facts with those of the other ranks; collective. A fact "error" fails every rank.
 
-        Returns the 32 bytes that every rank has brought beside them, by rank.
-
-        Raises:
-            AbsentError: a rank did not come; the group is lost.
-            DisagreementError: they differ, or a rank has sent an error; the group is not lost.
+        Returns the 32 bytes that every rank has brought beside them, by rank. Facts that differ raise a
+        DisagreementError, which does not lose the group. A rank that does not come does, by an AbsentError.
         """
         # Facts are almost always equal. Then only a digest of each rank's has travelled.
         digests = _digest(json.dumps(facts, sort_keys=True)) + beside.ljust(_DIGEST)
@@ -249,12 +242,7 @@ class Channel:
         return device.type if number == 0 else f"{device.type}, device {number + 1} of this process"
 
     def communicator(self, device: torch.device) -> Communicator:
-        """Return the connections for tensors on that device; the first call is collective.
-
-        Raises:
-            AbsentError: a rank has ended, or does not come.
-            LostGroupError: another rank failed to open them.
-        """
+        """Return the connections for tensors on that device, or lose the group; the first call is collective."""
         if (known := self._made.get(device)) is not None:
             return known
         self.calls.check()

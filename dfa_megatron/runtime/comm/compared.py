@@ -55,13 +55,8 @@ def facts_of_tokens(x: torch.Tensor, dim: int) -> Facts:
 def compared(what: str, over: Channel | None, facts: Facts, device: torch.device, *varying: str) -> Compared:
     """Return the exchange of that description; ranks compare its facts when they are new. Collective.
 
-    Args:
-        facts: by name; those of a layer that stay the same from batch to batch.
-        varying: what changes with a batch, such as documents: compared at each call by its digest, so that a new pack
-            costs no round of its own.
-
-    Raises:
-        DisagreementError: the ranks ask for different exchanges; the message is a table.
+    facts: by name; those of a layer that stay the same from batch to batch. varying: what changes with a batch, such as
+    documents: compared at each call by its digest, so that a new pack costs no round of its own.
     """
     if over is None or not over.verified:
         return Compared(over)

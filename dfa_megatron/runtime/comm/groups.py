@@ -25,8 +25,7 @@ The order of the ranks in the group or mesh is the order of their tokens.
 def resolve(group: Group) -> dist.ProcessGroup | None:
     """Return the process group that a caller means; None where this process has none.
 
-    Raises:
-        UnsupportedError: this process is no member of the group, or the mesh has several dimensions.
+    A group without this process, and a mesh of several dimensions, are refused.
     """
     if isinstance(group, str) and group:
         return _named(group)

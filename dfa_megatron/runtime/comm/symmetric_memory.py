@@ -28,11 +28,7 @@ class Mapped(NamedTuple):
 
 
 def symmetric(nbytes: int, over: Channel, device: torch.device) -> Mapped:
-    """Return zeroed memory that every rank of a channel has mapped; collective.
-
-    Raises:
-        UnsupportedError: on every rank if one has no memory for it.
-    """
+    """Return zeroed memory that every rank of a channel has mapped, or refuse on every rank; collective."""
     memory, why = None, ""
     try:
         memory = _zeros(nbytes, device)
@@ -96,8 +92,7 @@ class KeptArena(Transport):
     def reserve(self, nbytes: int) -> None:
         """Make the arena large enough for a new attention; every rank calls this with the same number.
 
-        Raises:
-            UnsupportedError: on every rank if one has no memory for it, or it may not move.
+        All refuse if one has no memory for it, or it may not move.
         """
         if nbytes > self._arena.numel():
             self._grow(nbytes)

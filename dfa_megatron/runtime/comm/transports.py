@@ -27,10 +27,8 @@ logger = logging.getLogger(__name__)
 class Communicator:
     """One set of connections of a channel, for tensors on a device; to make one is collective.
 
-    A collective is over once a method returns; on a GPU the current stream waits for it, not the host.
-
-    Raises:
-        AbsentError: a connection broke, or broke before. It names the rank that has ended: gloo and NCCL do not.
+    A collective is over once a method returns; on a GPU the current stream waits for it, not the host. A connection
+    that broke is an AbsentError. It names the rank that has ended: gloo and NCCL do not.
     """
 
     def __init__(self, over: Channel, device: torch.device) -> None:
@@ -215,12 +213,7 @@ class Transports:
 
         The first call comes after the ranks have agreed: one with tensors elsewhere has been told so.
 
-        Args:
-            device: of the tensors.
-            kind: "p2p", "copy_engine", or "auto" for the faster one that serves.
-
-        Raises:
-            UnsupportedError: "copy_engine" was asked for, and cannot serve these ranks.
+        kind: "p2p", "copy_engine", which is refused where it cannot serve, or "auto" for the faster one that serves.
         """
         key = str(device), kind
         if key not in self._open:
@@ -253,10 +246,7 @@ class Transports:
     def reserve(self, device: torch.device, kind: str, nbytes: int) -> Transport:
         """Return that kind of transport, with receive memory for a new attention; collective if memory moves.
 
-        If a GPU has no memory for it, "auto" is point to point from then on.
-
-        Raises:
-            UnsupportedError: "copy_engine" was asked for, and a GPU has no memory for it; on every rank.
+        If a GPU has no memory for it, "auto" is point to point from then on; "copy_engine" is refused on every rank.
         """
         transport = self._open.get((str(device), kind)) or self.get(device, kind)
         try:

@@ -53,11 +53,7 @@ STEPPED = "gradients that are averaged over the ranks before the optimizer steps
 
 
 def check_weights(model: torch.nn.Module, group: Group, instead: str = FIRST) -> None:
-    """Compare weights; collective. instead: what would make them equal.
-
-    Raises:
-        DisagreementError: they differ; all ranks raise it.
-    """
+    """Compare weights, or raise a DisagreementError on all ranks; collective. instead: what would make them equal."""
     if (over := channel_of(group, verify=True)) is None:
         return
     with over.calls.preparing():

@@ -31,11 +31,7 @@ class OpFailed(Exception):  # noqa: N818
 
 
 def replay(ops: Sequence[Op], registers: Registers) -> None:
-    """Run operations on registers.
-
-    Raises:
-        OpFailed: from the error of an operation.
-    """
+    """Run operations on registers; an error of one is raised as an OpFailed, with its place."""
     read, at = registers.__getitem__, 0
     try:
         for at, (function, reads, writes, frees, _) in enumerate(ops):  # noqa: B007
@@ -145,7 +141,6 @@ class Recorder(Transport):
         self._posted: tuple[int, ...] = ()
 
     def start(self) -> None:
-        """Begin the run."""
         self._pass_on("start")
 
     def post(self, after: int, sends: Sends, receives: Sequence[Recv]) -> None:
@@ -178,17 +173,14 @@ class Recorder(Transport):
         tape.record_call(post, (self.own, self.all), holds=self._posted)
 
     def land(self) -> None:
-        """Finish the batch."""
         self._pass_on("land", holds=self._posted)
 
     def computed(self, step: int) -> None:
-        """Note the end of a step's compute."""
         self.steps.append(len(self.tape.ops))
         if self.transport.queued:
             self._pass_on("computed", step)
 
     def finish(self) -> None:
-        """Note the end of the last step."""
         if self.transport.queued:
             self._pass_on("finish")
 

@@ -107,19 +107,12 @@ class MemoryPlan:
 
 
 def placed(plan: Plan, rank: int, sizes: Sizes, takes: Takes, peers: Sequence[int] | None = None) -> MemoryPlan:
-    """Lower a phase for one rank, prove its program, place its messages and prove where they lie.
+    """Lower a phase for one rank, prove its program, place its messages and prove where they lie, or raise a PlanError.
 
     Each rank proves its own program; with one digest of the plan on all ranks, all are proved. All hear of an error.
 
-    Args:
-        plan: the phase for all ranks.
-        rank: this one.
-        sizes: of its tensors.
-        takes: what one launch of the kernel computes.
-        peers: the numbers in the group of the plan's ranks; None: the same.
-
-    Raises:
-        PlanError: the plan, or the program, is wrong.
+    sizes: of the rank's tensors. takes: what one launch of the kernel computes. peers: the numbers in the group of the
+    plan's ranks; None: the same.
     """
     from dfa_megatron.plan.proof.check import check_programs, prove_arena
 

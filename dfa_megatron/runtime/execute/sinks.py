@@ -22,11 +22,7 @@ def form_of(sinks: torch.Tensor) -> object:
 
 
 def refuse_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
-    """Refuse sinks that do not fit queries (batch, local_seq, heads, head_dim).
-
-    Raises:
-        UnsupportedError: says what would fit.
-    """
+    """Refuse sinks that do not fit queries (batch, local_seq, heads, head_dim), and say what would."""
     if not isinstance(sinks, torch.Tensor):
         raise UnsupportedError(f"sinks of type {type(sinks).__name__}", "it is no tensor", "torch.tensor(sinks)")
     if sinks.shape != q.shape[2:3] or sinks.device != q.device or not sinks.dtype.is_floating_point:

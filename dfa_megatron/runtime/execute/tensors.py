@@ -39,12 +39,10 @@ class TensorMemory:
         return self.sums == self.results
 
     def new(self, rows: int, sum: bool) -> Fields:
-        """Allocate."""
         fields = self.sums if sum else self.results
         return tuple(torch.empty(f.shape(self.batch, rows), dtype=f.dtype, device=self.device) for f in fields)
 
     def part(self, rows: Fields, lo: int, hi: int) -> Fields:
-        """Slice each tensor."""
         return tuple(rows_of(x, lo, hi) for x in rows)
 
     def merge(self, parts: list[Fields], into: Fields) -> None:
@@ -142,7 +140,6 @@ class Tensors:
         self._write(of_keys, (dk, dv))
 
     def merge(self, merge: Merge) -> None:
-        """Merge a landed partial into an accumulator."""
         self._write(merge.write, self.fields(merge.source))
 
     def end(self, step: int) -> None:
@@ -236,15 +233,10 @@ class Tensors:
 
 
 def execute(tensors: Tensors, transport: Transport, failed: Failed) -> None:
-    """Run a program to its end.
+    """Run a program to its end over this rank's memory, while a transport moves the messages.
 
-    Args:
-        tensors: this rank's memory, with the program.
-        transport: moves the messages.
-        failed: makes the error of a step.
-
-    Raises:
-        ExecutionError: a step failed. With verify on, `Prepared.running` marks the group as lost.
+    An error of a step is the ExecutionError that `failed` makes of it. With verify on, `Prepared.running` marks the
+    group as lost.
     """
     transport.start()
     number, phase, (opens, closes) = 0, tensors.program.phase.name, _ranges(tensors.device)
