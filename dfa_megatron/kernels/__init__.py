@@ -75,8 +75,9 @@ class BlockCall:
     """One kernel call: everything that forward and backward share.
 
     segments: which pairs are seen. softmax_scale: positive. softcap: 0 for none. deterministic:
-    whether gradients must have equal bits in every run. into: dense memory for out, or for dq, dk and dv, which a
-    kernel with `writes_into` fills and returns; None, or no memory at all, for its own.
+    whether gradients must have equal bits in every run. into: dense memory for out, or out and lse, or for dq, dk and
+    dv, which a kernel with `writes_into` fills and returns; None, or no memory at all, for its own. Rows between
+    segments stay as they are there.
     """
 
     q: torch.Tensor
@@ -142,7 +143,7 @@ class BlockKernel(ABC):
     takes_out: ClassVar[bool] = False
     """The backward takes out in place of delta, too: one rank sends nothing, and leaves delta to the kernel."""
     takes: Takes = Takes("segment")
-    """What one launch computes. If it skips rows, it writes into memory, and leaves them as they are there."""
+    """What one launch computes. If it skips rows, a launch of several segments writes into memory of the call."""
     writes_into: ClassVar[bool] = False
     """A launch writes its results into memory of the call."""
     caps_scores: ClassVar[bool] = False
@@ -167,14 +168,6 @@ class BlockKernel(ABC):
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """Compute `backward` for a call as `takes` declares it."""
 
-    def launch_into(self, call: BlockCall, into: Partial) -> Partial:
-        """Compute `launch` of several segments with gaps between their rows into memory, where these are skipped."""
-        raise NotImplementedError
-
-    def launch_backward_into(self, call: BlockCall, dout: torch.Tensor, saved: Saved, dq: torch.Tensor) -> Gradients:
-        """Compute `launch_backward` in the same way, dq into memory."""
-        raise NotImplementedError
-
     def forward(self, call: BlockCall) -> Partial:
         """Return normalised (out, lse): out in q's dtype, lse (natural logarithm) in the accumulator dtype.
 
@@ -192,7 +185,7 @@ class BlockKernel(ABC):
             lse.fill_(-math.inf)
         for part in split.parts:
             if self.takes.skips and part.segments.window is not None:
-                self.launch_into(call.part(part), (out, lse))
+                self.launch(call.part(part, (out, lse)))
                 continue
             part_out, part_lse = self.launch(call.part(part))
             part.rows.put(out, part_out)
@@ -219,7 +212,7 @@ class BlockKernel(ABC):
         for part in split.parts:
             rows, columns = part.rows, part.columns
             if self.takes.skips and part.segments.window is not None:
-                _, *of_keys = self.launch_backward_into(call.part(part), dout, saved, dq)
+                _, *of_keys = self.launch_backward(call.part(part, (dq, None, None)), dout, saved)
             else:
                 part_dq, *of_keys = self.launch_backward(call.part(part), rows.take(dout), saved.rows(rows))
                 rows.put(dq, part_dq)

@@ -54,7 +54,7 @@ def add(parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
 
     `into` is one of the parts, or memory of its own.
     """
-    if _fusable(*parts, into) and all(_dense_rows(x) for x in (*parts, into)):
+    if _fusable(*parts, into) and all(x[0].is_contiguous() for x in (*parts, into)):  # the rows of each sequence
         from dfa_megatron.kernels.triton import merge as triton_merge
 
         triton_merge.add(parts, into)
@@ -99,11 +99,6 @@ def fill_if(flag: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 def _high(*tensors: torch.Tensor) -> torch.dtype:
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-
-
-def _dense_rows(x: torch.Tensor) -> bool:
-    """Return whether the memory of each sequence is contiguous."""
-    return x[0].is_contiguous()
 
 
 def _merge_by_operations(parts: Sequence[Partial], into: Partial) -> None:

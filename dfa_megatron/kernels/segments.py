@@ -52,30 +52,24 @@ class Segments:
         return only.band
 
     @cached_property
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """The query rows of each segment, and its key rows."""
+        return [s.q_hi - s.q_lo for s in self.parts], [s.kv_hi - s.kv_lo for s in self.parts]
+
+    @cached_property
     def max_q(self) -> int:
         """The most query rows of a segment."""
-        return max(s.q_hi - s.q_lo for s in self.parts)
+        return max(self.lengths[0])
 
     @cached_property
     def max_kv(self) -> int:
         """The most key rows of a segment."""
-        return max(s.kv_hi - s.kv_lo for s in self.parts)
+        return max(self.lengths[1])
 
     @cached_property
     def is_whole(self) -> bool:
         """No query row and no key row is between segments."""
-        q, kv = sum(s.q_hi - s.q_lo for s in self.parts), sum(s.kv_hi - s.kv_lo for s in self.parts)
-        return q == self.q_len and kv == self.kv_len
-
-    @cached_property
-    def q_covered(self) -> int:
-        """The query rows in segments."""
-        return sum(s.q_hi - s.q_lo for s in self.parts)
-
-    @property
-    def has_gaps(self) -> bool:
-        """A query row is between segments."""
-        return self.q_covered < self.q_len
+        return tuple(map(sum, self.lengths)) == (self.q_len, self.kv_len)
 
     def offsets(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return int32 (segments + 1,) offsets into the query rows and into the key rows of a varlen launch.
@@ -84,11 +78,9 @@ class Segments:
         """
         key = "offsets", device, stream_of(device)
         if key not in self.tables:
-            lengths = [s.q_hi - s.q_lo for s in self.parts], [s.kv_hi - s.kv_lo for s in self.parts]
-            starts, ends = (list(accumulate(x, initial=0)) for x in lengths)
-            if self.has_gaps:
-                starts = [*(s.q_lo for s in self.parts), self.q_len]
-            used = moved(lengths[0], torch.int32, device) if self.has_gaps else None
+            (starts, ends), used = (list(accumulate(x, initial=0)) for x in self.lengths), None
+            if starts[-1] < self.q_len:
+                starts, used = [*(s.q_lo for s in self.parts), self.q_len], moved(self.lengths[0], torch.int32, device)
             self.tables[key] = *(moved(x, torch.int32, device) for x in (starts, ends)), used
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = self.tables[key]
         return found
@@ -163,13 +155,6 @@ class Part:
     columns: Rows
     segments: Segments
 
-    @classmethod
-    def of(cls, launch: Launch, q_len: int, kv_len: int, *, ragged: bool) -> Part:
-        """Return a launch over tensors of so many rows."""
-        rows, columns = Rows(launch.q, q_len), Rows(launch.kv, kv_len)
-        segments = Segments(launch.segments, rows.count, columns.count, launch.window, ragged=ragged)
-        return cls(rows, columns, segments)
-
     @cached_property
     def is_whole(self) -> bool:
         """The launch has all rows of the call."""
@@ -196,17 +181,21 @@ class Split:
     @classmethod
     def of(cls, launches: Sequence[Launch], q_len: int, kv_len: int, *, ragged: bool = False) -> Split:
         """Find out what launches cover in so many rows."""
-        parts = tuple(Part.of(launch, q_len, kv_len, ragged=ragged) for launch in launches)
-        covered = sum(p.rows.count if p.segments.window is None else p.segments.q_covered for p in parts)
+        parts, covered = list[Part](), 0
+        for launch in launches:
+            rows, columns = Rows(launch.q, q_len), Rows(launch.kv, kv_len)
+            segments = Segments(launch.segments, rows.count, columns.count, launch.window, ragged=ragged)
+            parts.append(Part(rows, columns, segments))
+            covered += rows.count if launch.window is None else sum(segments.lengths[0])
         fills_rows = covered == q_len
         alone = len(parts) == 1 and parts[0].rows.is_all
         only = parts[0] if alone and (fills_rows or parts[0].segments.window is None) else None
         spans = [span for p in parts for span in p.columns.spans]
         shares = any(before.hi > after.lo for before, after in pairwise(sorted(spans)))
-        columns = sum(p.columns.count for p in parts)
-        varlen = shares and all(p.segments.window is not None for p in parts)
+        fills_columns = not shares and sum(map(len, spans)) == kv_len
+        varlen = shares and all(launch.window is not None for launch in launches)
         copies = Rows(tuple(spans), kv_len) if varlen else None
-        return cls(parts, only, fills_rows, columns == kv_len and not shares, shares, copies)
+        return cls(tuple(parts), only, fills_rows, fills_columns, shares, copies)
 
 
 def moved(values: list[int] | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

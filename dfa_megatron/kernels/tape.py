@@ -137,14 +137,9 @@ class Tape(TorchDispatchMode):
             return
         if traits.follows_values:
             raise Unrecordable(f"{func} reads a value back to the host")
-        if traits.is_empty:
-            allocate = partial(
-                torch.empty_strided, tuple(result.shape), result.stride(), dtype=result.dtype, device=result.device
-            )
-            self._place(result, self._write(allocate, ()))
-            return
-        if traits.is_zeros and result.is_contiguous():
-            allocate = partial(torch.zeros, tuple(result.shape), dtype=result.dtype, device=result.device)
+        if traits.is_empty or (traits.is_zeros and result.is_contiguous()):
+            new, laid = (torch.empty_strided, [result.stride()]) if traits.is_empty else (torch.zeros, [])
+            allocate = partial(new, tuple(result.shape), *laid, dtype=result.dtype, device=result.device)
             self._place(result, self._write(allocate, ()))
             return
         function = traits.fast
@@ -173,8 +168,9 @@ class Tape(TorchDispatchMode):
                     self._recasts[key] = self._emit(torch.Tensor.view, (base, x.dtype))
                 root = self._recasts[key]
             if x is not base:
-                is_whole = known.is_whole and x.dtype == base.dtype and _same_layout(x, base)
-                self._known[id(x)] = _Tracked(ref(x), root, is_whole)
+                same = x.shape == base.shape and x.stride() == base.stride()
+                same = same and x.storage_offset() == base.storage_offset() and x.dtype == base.dtype
+                self._known[id(x)] = _Tracked(ref(x), root, known.is_whole and same)
 
     def _emit(self, function: Callable[..., Any], args: Sequence[Any]) -> int:
         """Record an operation, and return the register of its result."""
@@ -281,10 +277,6 @@ class _Tracked(NamedTuple):
     tensor: ref[torch.Tensor]
     register: int
     is_whole: bool
-
-
-def _same_layout(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.shape == y.shape and x.stride() == y.stride() and x.storage_offset() == y.storage_offset()
 
 
 def _listed(function: Callable[..., Any], position: int, count: int) -> Callable[..., Any]:

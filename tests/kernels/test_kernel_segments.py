@@ -144,21 +144,19 @@ class Windows(ReferenceKernel):
     def launch(self, call: BlockCall) -> Partial:
         if call.segments.window is None:
             return super().launch(call)
-        out, lse = torch.full_like(call.q, math.nan), torch.full_like(call.q[..., 0].transpose(1, 2), math.nan)
-        return self.launch_into(call, (out, lse))
-
-    def launch_into(self, call: BlockCall, into: Partial) -> Partial:
+        fresh = torch.full_like(call.q, math.nan), torch.full_like(call.q[..., 0].transpose(1, 2), math.nan)
+        out, lse = call.into or fresh
+        assert out is not None
+        assert lse is not None
         for rows, one in self.each(call):
-            into[0][:, rows], into[1][:, :, rows] = super().launch(one)
-        return into
+            out[:, rows], lse[:, :, rows] = super().launch(one)
+        return out, lse
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         if call.segments.window is None:
             return super().launch_backward(call, dout, saved)
-        return self.launch_backward_into(call, dout, saved, torch.full_like(call.q, math.nan))
-
-    def launch_backward_into(self, call: BlockCall, dout: torch.Tensor, saved: Saved, dq: torch.Tensor) -> Gradients:
-        of_keys = []
+        dq, of_keys = call.into[0] if call.into else torch.full_like(call.q, math.nan), []
+        assert dq is not None
         for rows, one in self.each(call):
             assert saved.minus_delta is not None
             its = Saved(saved.lse[:, :, rows], saved.minus_delta[:, :, rows])

@@ -71,7 +71,9 @@ class AtenFlashKernel(BlockKernel):
             return why
         if need.head_dim > 192 and need.capability is not None and (8, 6) <= need.capability <= (8, 9):
             return f"its backward has no head_dim over 192 on compute capability {capability_text(need)}"
-        return build_refusal() or _build_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
+        if build_refusal() is None and not torch.backends.cuda.is_flash_attention_available():
+            return f"PyTorch {torch.__version__} is built without FlashAttention"
+        return build_refusal() or _FORWARD.refusal() or _BACKWARD.refusal()
 
     @property
     def takes(self) -> Takes:  # type: ignore[override]
@@ -148,8 +150,3 @@ def _packs() -> bool:
     if lse.dim() != 2:
         logger.warning("PyTorch %s packs no rows: the aten kernel takes a call for each document", torch.__version__)
     return lse.dim() == 2
-
-
-def _build_refusal() -> str | None:
-    built = torch.backends.cuda.is_flash_attention_available()
-    return None if built else f"PyTorch {torch.__version__} is built without FlashAttention"

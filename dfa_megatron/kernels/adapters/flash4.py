@@ -69,7 +69,8 @@ class Flash4Kernel(BlockKernel):
     def replays(self, *, deterministic: bool) -> bool:
         """See `BlockKernel.replays`: where the package keeps its compiled functions is known for one version."""
         if _version() not in ("", READ):
-            say_once(logger.info, _UNSEEN, PACKAGE, _version(), READ)
+            said = "%s %s: its launches are not recorded, so calls take the host longer than with %s"
+            say_once(logger.info, said, PACKAGE, _version(), READ)
         return _version() == READ
 
     def leaves(self, need: Need) -> LeafSizes | None:
@@ -80,36 +81,26 @@ class Flash4Kernel(BlockKernel):
     def launch(self, call: BlockCall) -> Partial:
         call = _varlen(call)
         with launches_seen():
-            results = _loaded()[0](**_arguments("forward", call), return_lse=True, **_into(call, "out"))
+            results = _loaded()[0](**_arguments("forward", call), return_lse=True, **_into(call, "out", "lse"))
         if call.segments.window is None:
             return results[0], results[1]
         return results[0].unsqueeze(0), results[1].unsqueeze(0)
-
-    def launch_into(self, call: BlockCall, into: Partial) -> Partial:
-        out, lse = (x[0] for x in into)
-        with launches_seen():
-            _loaded()[0](**_arguments("forward", call), return_lse=True, out=out, lse=lse)
-        return into
-
-    def launch_backward_into(self, call: BlockCall, dout: torch.Tensor, saved: Saved, dq: torch.Tensor) -> Gradients:
-        return _packed_backward(call, dout, saved, dq=dq[0])
 
     def launch_backward(self, call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
         """See `BlockKernel.launch_backward`; a long call some heads at a time, for the package's accumulators."""
         call = _varlen(call)
         if call.segments.window is not None:
             return _packed_backward(call, dout, saved)
-        lse, row, pass_name = saved.lse, _row(saved), _backward_name(call)
-        q, k, v = call.q, call.k, call.v
+        lse, row, q, k, v = saved.lse, _row(saved), call.q, call.k, call.v
         passes = _passes(q, k)
         if passes == 1:
             known = _known(dout, lse, row) | _into(call, "dq", "dk", "dv")
-            return _differentiate(**_arguments(pass_name, call), **known, deterministic=call.deterministic)
+            return _differentiate(**_arguments("backward", call), **known, deterministic=call.deterministic)
         into = call.into or (None, None, None)
         gradients = [x.new_empty(x.shape) if at is None else at for x, at in zip((q, k, v), into, strict=True)]
         by_heads = [x.chunk(passes, x.dim() - 2) for x in (dout, q, k, v, *gradients, lse, row)]
         for dout, q, k, v, dq, dk, dv, lse, row in zip(*by_heads, strict=True):
-            arguments = _arguments(pass_name, replace(call, q=q, k=k, v=v)) | _known(dout, lse, row)
+            arguments = _arguments("backward", replace(call, q=q, k=k, v=v)) | _known(dout, lse, row)
             _differentiate(**arguments, deterministic=call.deterministic, dq=dq, dk=dk, dv=dv)
         return gradients[0], gradients[1], gradients[2]
 
@@ -123,21 +114,14 @@ def _row(saved: Saved) -> torch.Tensor:
 
 def _into(call: BlockCall, *names: str) -> dict[str, torch.Tensor]:
     """Return the memory of a call's results by the package's names; a varlen launch has no batch dimension."""
-    given = zip(names, call.into, strict=True) if call.into else ()
     varlen = call.segments.window is not None
-    return {name: x[0] if varlen else x for name, x in given if x is not None}
+    return {name: x[0] if varlen else x for name, x in zip(names, call.into, strict=False) if x is not None}
 
 
-def _backward_name(call: BlockCall) -> str:
-    return "deterministic backward" if call.deterministic else "backward"
-
-
-def _packed_backward(call: BlockCall, dout: torch.Tensor, saved: Saved, **into: torch.Tensor) -> Gradients:
-    """Return the gradients of a varlen launch, whose tensors have no batch dimension; `into` is memory for some."""
-    known = _known(dout[0], saved.lse[0], _row(saved)[0])
-    into = _into(call, "dq", "dk", "dv") | into
-    arguments = _arguments(_backward_name(call), call) | {"deterministic": call.deterministic, **into}
-    dq, dk, dv = _differentiate(**arguments, **known)
+def _packed_backward(call: BlockCall, dout: torch.Tensor, saved: Saved) -> Gradients:
+    """Return the gradients of a varlen launch, whose tensors have no batch dimension."""
+    known = _known(dout[0], saved.lse[0], _row(saved)[0]) | _into(call, "dq", "dk", "dv")
+    dq, dk, dv = _differentiate(**_arguments("backward", call), **known, deterministic=call.deterministic)
     return dq.unsqueeze(0), dk.unsqueeze(0), dv.unsqueeze(0)
 
 
@@ -235,7 +219,7 @@ def _zeros(width: int, dtype: torch.dtype, device: torch.device, _stream: int) -
     return torch.zeros(width, dtype=dtype, device=device)
 
 
-def _arguments(pass_name: str, call: BlockCall) -> dict[str, Any]:
+def _arguments(phase: str, call: BlockCall) -> dict[str, Any]:
     """Return the arguments that forward and backward share.
 
     None is no bound, and a right bound of 0 alone is the package's causal kernel. q, k and v of a varlen launch have no
@@ -243,7 +227,7 @@ def _arguments(pass_name: str, call: BlockCall) -> dict[str, Any]:
     """
     q, k, v, segments, band = call.q, call.k, call.v, call.segments, call.segments.band
     left, right = band.left, band.right
-    _tell_compilation(pass_name, call)
+    _tell_compilation(phase, call)
     arguments = {
         "softmax_scale": call.softmax_scale,
         "softcap": call.softcap,
@@ -305,13 +289,11 @@ def _loaded() -> Functions:
     return found
 
 
-_UNSEEN = "%s %s: its launches are not recorded, so calls take the host longer than with %s"
-
-
-def _tell_compilation(pass_name: str, call: BlockCall) -> None:
+def _tell_compilation(phase: str, call: BlockCall) -> None:
     """Say once for each shape class why the first call takes seconds."""
     band = call.segments.band
-    what = f"{'packed ' if call.segments.window is not None else ''}{pass_name}"
+    exact = "deterministic " if call.deterministic and phase == "backward" else ""
+    what = f"{'packed ' if call.segments.window is not None else ''}{exact}{phase}"
     if call.softcap:
         what += " with capped scores"
     if band.left < 0:

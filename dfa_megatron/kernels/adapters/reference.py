@@ -35,7 +35,7 @@ class ReferenceKernel(BlockKernel):
 
     def launch(self, call: BlockCall) -> Partial:
         if call.q.is_cuda and min(call.segments.q_len, call.segments.kv_len) > 1:
-            say_once(logger.warning, _COST)
+            say_once(logger.warning, "the reference kernel runs on CUDA: it keeps all scores in memory, and is slow")
         scores = _seen(_scores(call), call)
         lse = torch.logsumexp(scores, dim=-1)
         p = _probabilities(scores, lse)
@@ -87,6 +87,3 @@ def _seen(scores: torch.Tensor, call: BlockCall) -> torch.Tensor:
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Return exp(scores - lse), 0 in a row that sees nothing (its lse is -inf)."""
     return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
-
-
-_COST = "the reference kernel runs on CUDA: it keeps the whole score matrix in memory and is slow"
