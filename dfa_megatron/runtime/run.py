@@ -134,7 +134,8 @@ def _run_or_replay(prepared: Prepared, memory: MemoryPlan, inputs: Fields) -> Fi
             return found(inputs, arena, transport, functools.partial(_failed, prepared, memory))
         kind, is_new = (prepared.kind, key[0]), key not in prepared.bound
         if is_new and len(prepared.bound) == _MOST_BOUND:
-            say_once(logger.info, _MANY, _MOST_BOUND)
+            said = "an attention meets more than %d layouts of its tensors; the others are not replayed"
+            say_once(logger.info, said, _MOST_BOUND)
             return _run(prepared, memory, inputs, arena, transport)
         if isinstance(found, str) or not recordable(inputs[0].device) or (is_new and kind not in _HAVE_RUN):
             results = _run(prepared, memory, inputs, arena, transport)
@@ -164,8 +165,6 @@ _HAVE_RUN: set[tuple[object, ...]] = set()
 """The kinds and phases that have run in this process."""
 _MOST_BOUND = 8
 """Recorded runs of one prepared attention: of its phases, for each layout of the caller's tensors."""
-
-_MANY = "an attention meets more than %d layouts of its tensors; the others are not replayed"
 
 
 def _run(prepared: Prepared, memory: MemoryPlan, inputs: Fields, arena: torch.Tensor, transport: Transport) -> Fields:

@@ -17,7 +17,7 @@ from dfa_megatron.plan.language.mask import block_causal_documents, documents
 from dfa_megatron.plan.language.tree import prompt_tree
 from dfa_megatron.plan.language.work import FAR
 from dfa_megatron.plan.lowering import kernel_calls
-from dfa_megatron.plan.lowering.kernel_calls import Planned, Takes, launches, packs, segments_of
+from dfa_megatron.plan.lowering.kernel_calls import ANY, Planned, Takes, launches, packs
 from dfa_megatron.plan.lowering.landings import landings_of
 from dfa_megatron.plan.lowering.lower import lower, lower_all
 from dfa_megatron.plan.lowering.messages import rank_messages
@@ -51,10 +51,11 @@ def test_documents_of_one_rank_are_one_call() -> None:
 
 
 def test_rows_between_segments_belong_to_none() -> None:
-    q, kv, segments = segments_of([square(2, 4), square(7, 9)])
-    assert (q, kv) == (Span(2, 9), Span(2, 9))
-    assert segments == (Segment(0, 2, 0, 2, CAUSAL), Segment(5, 7, 5, 7, CAUSAL))
-    assert [segment.tile.shift(q.lo, kv.lo) for segment in segments] == [square(2, 4), square(7, 9)]
+    tiles = square(2, 4), square(7, 9)
+    (call,) = launches(ANY, tiles)
+    assert (call.q, call.kv, call.tiles) == (Span(2, 9), Span(2, 9), tiles)
+    assert call.launches[0].segments == (Segment(0, 2, 0, 2, CAUSAL), Segment(5, 7, 5, 7, CAUSAL))
+    assert [tile.shift(call.q.lo, call.kv.lo) for tile in call.launches[0].tiles()] == [*tiles]
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,10 @@ def whose(plan: Plan, chunks: Iterable[int]) -> str:
     names = []
     for owner, held in sorted(by_owner.items()):
         everything = plan.layout.of(owner)
-        some = "" if len(held) == len(everything) else "".join(_letter(everything.index(chunk)) for chunk in held)
-        names.append(f"{owner}{some}")
+        places = [] if len(held) == len(everything) else map(everything.index, held)
+        some = (chr(ord("a") + place) if place < 26 else f"[{place}]" for place in places)
+        names.append(f"{owner}{''.join(some)}")
     return "+".join(names)
-
-
-def _letter(place: int) -> str:
-    return chr(ord("a") + place) if place < 26 else f"[{place}]"
 
 
 def cell(plan: Plan, blocks: Sequence[Block]) -> str:

@@ -191,14 +191,11 @@ def cross_documents(
         raise ValueError(f"pairs need as many lengths of queries as of keys, got {list(queries)} and {list(keys)}")
     lo, hi = _bounds(window_size[0], 0 if causal else window_size[1])
     rows, columns = ([Span(a, b) for a, b in pairwise(accumulate(one, initial=0))] for one in (queries, keys))
-    tiles = [Tile(q, kv, *_aligned(kv.hi - q.hi, lo, hi)) for q, kv in zip(rows, columns, strict=True)]
+    apart = [(q, kv, kv.hi - q.hi) for q, kv in zip(rows, columns, strict=True)]
+    tiles = [Tile(q, kv.shift(-by), lo, hi).shift(0, by) for q, kv, by in apart]
     kind = "causal" if causal else "full"
     name = f"cross({kind};{window_size[0]},{window_size[1]};{short_name(queries)};{short_name(keys)})"
     return two_sequences(name, sum(queries), sum(keys), tiles)
-
-
-def _aligned(by: int, lo: int, hi: int) -> tuple[int, int]:
-    return (lo if lo == -UNBOUNDED else lo + by), (hi if hi == UNBOUNDED else hi + by)
 
 
 def two_sequences(name: str, queries: int, keys: int, tiles: Iterable[Tile]) -> Mask:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
@@ -108,12 +108,16 @@ def packs(pieces: Sequence[Piece], repeats: int = 0) -> list[list[Piece]]:
     out: list[list[Piece]] = []
     within_reach: list[list[Piece]] = []
     spare: dict[int, float] = {}  # by group: the keys that it may still copy
+
+    def follows(before: Tile, after: Tile) -> bool:
+        return before.q.hi <= after.q.lo and (repeats > 0 or 0 <= after.kv.lo - before.kv.hi <= FAR)
+
     for piece in sorted(pieces, key=lambda piece: (rows_of(piece).lo, piece[0].kv.lo)):
         rows = rows_of(piece)
         within_reach = [group for group in within_reach if rows.lo - rows_of(group[-1]).hi <= FAR]
         more = MOST_COPIES * repeats * len(rows) - sum(len(tile.kv) for tile in piece) if repeats else 0
         fitting = (one for one in within_reach if not repeats or spare[id(one)] + more >= 0)
-        group = next((group for group in fitting if _follows(group[-1][-1], piece[0], repeats)), None)
+        group = next((one for one in fitting if follows(one[-1][-1], piece[0])), None)
         if group is None:
             group = []
             out.append(group)
@@ -121,18 +125,6 @@ def packs(pieces: Sequence[Piece], repeats: int = 0) -> list[list[Piece]]:
         group.append(piece)
         spare[id(group)] = spare.get(id(group), 0) + more
     return out
-
-
-def _follows(before: Tile, after: Tile, repeats: int) -> bool:
-    return before.q.hi <= after.q.lo and (repeats > 0 or 0 <= after.kv.lo - before.kv.hi <= FAR)
-
-
-def segments_of(group: Sequence[Tile]) -> tuple[Span, Span, tuple[Segment, ...]]:
-    """Return the spans of a group's rows, q and kv, and its segments relative to these spans."""
-    q = Span(group[0].q.lo, group[-1].q.hi)
-    kv = Span(min(tile.kv.lo for tile in group), max(tile.kv.hi for tile in group))
-    segments = tuple(Segment(t.q.lo - q.lo, t.q.hi - q.lo, t.kv.lo - kv.lo, t.kv.hi - kv.lo, t.band) for t in group)
-    return q, kv, segments
 
 
 Cut = Callable[[Tile], Iterable[Tile]]
@@ -162,19 +154,10 @@ class Takes(NamedTuple):
             return (Launch((Span(0, q_len),), (Span(0, kv_len),), tuple(segments)),)
         if len(segments) > 1 and self.kind == "window":
             return by_window(segments, q_len, skips=self.skips)
-        return tuple(launch for segment in segments for launch in self._of_one(segment))
-
-    def _of_one(self, segment: Segment) -> Iterator[Launch]:
-        if self.cut is None:
-            yield _single(Span(segment.q_lo, segment.q_hi), Span(segment.kv_lo, segment.kv_hi), segment.band)
-            return
-        tile = segment.tile.shrink()
-        for part in () if tile is None else self.cut(tile):
-            yield _single(part.q, part.kv, part.band)
-
-
-def _single(q: Span, kv: Span, band: Band) -> Launch:
-    return Launch((q,), (kv,), (Segment(0, len(q), 0, len(kv), band),))
+        tiles = [segment.tile for segment in segments]
+        if self.cut is not None:
+            tiles = [part for tile in tiles if (shrunk := tile.shrink()) for part in self.cut(shrunk)]
+        return tuple(Launch((t.q,), (t.kv,), (Segment(0, len(t.q), 0, len(t.kv), t.band),)) for t in tiles)
 
 
 ANY = Takes("segments")
@@ -200,7 +183,9 @@ def launches(takes: Takes, tiles: tuple[Tile, ...], apart: bool = False) -> tupl
 
 def _planned(group: Sequence[Piece], takes: Takes) -> Planned:
     tiles = tuple(tile for piece in group for tile in piece)
-    q, kv, segments = segments_of(tiles)
+    q = Span(tiles[0].q.lo, tiles[-1].q.hi)
+    kv = Span(min(tile.kv.lo for tile in tiles), max(tile.kv.hi for tile in tiles))
+    segments = [Segment(t.q.lo - q.lo, t.q.hi - q.lo, t.kv.lo - kv.lo, t.kv.hi - kv.lo, t.band) for t in tiles]
     return Planned(q, kv, tiles, takes.divide(segments, len(q), len(kv)))
 
 

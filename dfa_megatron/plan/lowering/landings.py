@@ -164,9 +164,6 @@ def landings_of(plan: Plan, batch: int = 1) -> tuple[Landings, ...]:
     return tuple(Landings(plan, rank, rows, its, joined) for rank, its in enumerate(rank_messages(plan, batch)))
 
 
-RowBytes = Mapping[str, tuple[int, ...]]
-"""name -> the bytes of a row of each of its tensors, all sequences of the batch together."""
-
 ALIGNMENT = 128
 """Every tensor starts at a multiple of this many bytes, which suffices for any kernel's vector loads."""
 
@@ -179,11 +176,11 @@ class Arenas:
 
     Attributes:
         landings: of all ranks.
-        row_bytes: of the names.
+        row_bytes: by name, of a row of each of its tensors, all sequences of the batch together.
         nbytes: of the largest arena: every rank has one of that size.
     """
 
-    def __init__(self, landings: Sequence[Landings], row_bytes: RowBytes) -> None:
+    def __init__(self, landings: Sequence[Landings], row_bytes: Mapping[str, tuple[int, ...]]) -> None:
         self.landings, self.row_bytes, self.nbytes = landings, row_bytes, 0
         self._slots: list[dict[int | None, int]] = []
         self._starts: dict[tuple[int, int], Starts] = {}

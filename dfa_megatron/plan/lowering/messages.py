@@ -16,17 +16,15 @@ from dfa_megatron.plan.language.mask import Mask
 Parts = tuple[tuple[str, tuple[int, ...]], ...]
 """(name, chunks) of each part of a message, in one order for source and destination."""
 
-JOINABLE = frozenset(("q", "kv"))
-"""Names without statistics: a slice of rows is contiguous in (1, rows, heads, width), but not in (1, heads, rows)."""
-
 
 def names_joined(mask: Mask, batch: int) -> frozenset[str]:
     """Names (q, kv) that a rank receives into one buffer per step, sorted by token position, whoever sends them.
 
     One kernel call can then read all parts of a document, and several documents. This saves calls if the mask has
     several tiles. It needs a batch of one: the rows of a message are contiguous in the buffer for one sequence only.
+    Others have statistics: a slice of rows is contiguous in (1, rows, heads, width), but not in (1, heads, rows).
     """
-    return JOINABLE if batch == 1 and len(mask.tiles) > 1 else frozenset()
+    return frozenset(("q", "kv")) if batch == 1 and len(mask.tiles) > 1 else frozenset()
 
 
 @dataclass(slots=True)

@@ -183,9 +183,6 @@ def _disjoint(tiles: Sequence[Tile], side: str) -> bool:
     return True
 
 
-_pair_of = attrgetter("q_chunk", "kv_chunk")
-
-
 def carried(plan: Plan) -> Carried:
     """Return what every transfer of a result carries, after a proof that the owners end with every needed pair once."""
     found, held = carried_by(plan)
@@ -194,7 +191,7 @@ def carried(plan: Plan) -> Carried:
     for (rank, name, chunk), blocks in held.items():
         if blocks and owner[chunk] != rank:
             raise plan_error(plan, f"R4: {name} of chunk {chunk} is stranded on rank {rank}", last, rank)
-        at_owner[name] += map(_pair_of, blocks)
+        at_owner[name] += [(block.q_chunk, block.kv_chunk) for block in blocks]
     for name, pairs in at_owner.items():
         if len(pairs) == len(plan.pairs) and plan.pairs.keys() == set(pairs):
             continue

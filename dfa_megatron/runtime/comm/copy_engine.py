@@ -172,7 +172,9 @@ class CopyEngineTransport(KeptArena, StreamTransport):
 
 def open_transport(over: Channel, device: torch.device) -> CopyEngineTransport | str:
     """Return a transport that has passed its trial, or why there is none; equal on every rank. Collective."""
-    mine = {"host": host(), "device": str(device.index or 0), "gpu": _gpu(device), "why": _local_refusal(device)}
+    # What tells a GPU of this host from its others, whatever number it has in this process.
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    mine = {"host": host(), "device": str(device.index or 0), "gpu": gpu, "why": _local_refusal(device)}
     everyone = over.exchange(mine)
     if why := refusal(over, device, everyone):
         return why
@@ -199,11 +201,6 @@ def refusal(over: Channel, device: torch.device, everyone: list[Facts]) -> str:
         blind = [d for d in sorted(devices) if d != device.index and not torch.cuda.can_device_access_peer(device, d)]
     mine = f"GPU {device.index} cannot reach the memory of {blind}" if blind else ""
     return first_reason(over.exchange({"why": mine}))
-
-
-def _gpu(device: torch.device) -> str:
-    """Return what tells a GPU of this host from its others, whatever number it has in this process."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _local_refusal(device: torch.device) -> str:

@@ -42,10 +42,6 @@ def replay(ops: Sequence[Op], registers: Registers) -> None:
         raise OpFailed(at, error) from error
 
 
-VIEWS = torch.as_strided, torch.Tensor.view
-"""The functions by which a tape makes views."""
-
-
 def allocating_late(ops: Sequence[Op], starts: Sequence[int] = ()) -> list[Op]:
     """Return the same operations, each allocation right before the first that reads it.
 
@@ -162,7 +158,7 @@ class Recorder(Transport):
             self.transport.post(after, recorded, receives)
         packing, packed = list[Op](), set[int]()
         for op in tape.cut():
-            if op.function in VIEWS and op.reads[0] not in packed:
+            if op.function in (torch.as_strided, torch.Tensor.view) and op.reads[0] not in packed:
                 before.append(op)  # of what was there before; kernels may read the same view
             else:
                 packing.append(op)
