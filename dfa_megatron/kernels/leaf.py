@@ -42,11 +42,8 @@ def differentiable_once(what: str, *varies: int) -> Callable[[Backward], Backwar
     """Return a decorator for the backward of an autograd function, which runs without gradients and autocast.
 
     Under create_graph its results may be read, and are refused where a derivative of theirs would be lost, as
-    PyTorch's own flash attention does.
-
-    Args:
-        what: the name of the function in the error.
-        varies: the inputs by their numbers on which the gradients depend. None: they are linear in the one that comes.
+    PyTorch's own flash attention does. what: its name. varies: the inputs by their numbers on which the gradients
+    depend. None: they are linear in the one that comes.
     """
     refused = UnsupportedError(
         f"a second derivative of {what}",

@@ -42,17 +42,12 @@ class Unrecordable(Exception):  # noqa: N818 -- the run itself is right, and goe
 
 
 class Tape(TorchDispatchMode):
-    """Records the operations of the code that runs inside, on these inputs.
+    """Records the operations of the code that runs inside, on these inputs: registers 0, 1, ... in their order.
 
     Constants of the code (tables, tensors that were there before) are kept as they are. A replay's inputs must have the
     shapes, strides, storage offsets, dtypes, devices and alignment of the recorded ones: see `signature`.
 
-    Args:
-        inputs: the tensors that differ from run to run; registers 0, 1, ... in their order.
-
-    Attributes:
-        ops: recorded since the last `cut`.
-        why_not: why the run cannot be replayed, or "".
+    ops: recorded since the last `cut`. why_not: why the run cannot be replayed, or "".
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:

@@ -79,12 +79,8 @@ def accumulator_of(merges: BufferMerges, rows: int, memory: Memory[Values]) -> A
 class Accumulator(Generic[Values]):
     """The rows of one name: saved partials, a sum and a result, each there only while it is needed.
 
-    Args:
-        merges: as planned; the writes must come in their order.
-        rows: of the whole accumulator.
-
-    Attributes:
-        memory: holds and merges them.
+    merges: as planned; the writes must come in their order. rows: of the whole accumulator. memory: holds and merges
+    them.
     """
 
     def __init__(self, merges: BufferMerges, rows: int, memory: Memory[Values]) -> None:

@@ -30,17 +30,11 @@ _on_device: dict[int, tuple[weakref.ref[torch.Tensor], int, Offsets]] = {}
 
 
 def offsets_of(cu_seqlens: CuSeqlens, device: torch.device | None = None) -> Offsets:
-    """Return the offsets as a tuple of numbers.
+    """Return the offsets as a tuple of numbers. cu_seqlens: int32 (documents + 1), or as many Python integers.
 
     A CUDA tensor is read once, which waits for the device, and known again by its identity and version: layers that
-    share one read it once a batch. Others cost no synchronisation.
-
-    Args:
-        cu_seqlens: int32 (documents + 1), or as many Python integers.
-        device: of the tokens; a tensor must be there or on the CPU. None for no tokens.
-
-    Raises:
-        UnsupportedError: another type, dtype, shape or device.
+    share one read it once a batch. Others cost no synchronisation. device: of the tokens; a tensor must be there or on
+    the CPU. None for no tokens.
     """
     x = cu_seqlens
     if x is _seen[0]:

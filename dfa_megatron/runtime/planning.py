@@ -139,12 +139,7 @@ def profile_of(cuda: bool, over: Channel | None, kernel: str, ranks: int) -> Har
     """Return the machine that "auto" simulates: a CPU's loopback, one host with or without NVLink, or several hosts.
 
     Several hosts have adapters or sockets between them. The links are those that the ranks told each other.
-
-    Args:
-        cuda: the tensors are on GPUs.
-        over: the channel of the ranks, None for one rank.
-        kernel: computes the blocks.
-        ranks: of the plan; an equal number is on each host.
+    ranks: of the plan; an equal number is on each host.
     """
     if not cuda:
         return CPU_LOOPBACK

@@ -226,14 +226,8 @@ def in_use() -> tuple[Prepared, ...]:
 def prepare(request: Request, over: Channel | None, inputs: Inputs, *, trains: bool = True) -> Prepared:
     """Return the prepared attention of a request on tensors like these; collective over the group if it is new.
 
-    Args:
-        over: the channel of the ranks; None for one rank.
-        inputs: the tensors.
-        trains: whether a backward may follow, compared then and in each call.
-
-    Raises:
-        UnsupportedError: nothing serves the request.
-        DisagreementError: the ranks ask for different things, or one of them refused.
+    All ranks raise where nothing serves the request of one, or they ask for different things. trains: whether a
+    backward may follow, compared then and in each call.
     """
     q, k, v, sinks = inputs
     known = _ALONE if over is None else over.prepared

@@ -37,11 +37,9 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link that carries messages.
+    """A link that carries messages; a rank sends so many bytes per second, and at the same time receives as many.
 
-    Args:
-        bytes_per_second: bytes that a rank sends, and at the same time receives, per second; infinity is allowed.
-        latency: seconds before the first byte of a message arrives.
+    latency: seconds before the first byte of a message arrives.
     """
 
     bytes_per_second: float
@@ -92,17 +90,13 @@ class Hardware:
         return max(0.0, 2 * 3 * 12 * tokens * width**2 / self.forward[-1][1] - self.host.layer)
 
     def rate(self, phase: str, pairs: float, queries: int = 0, keys: int = 0, heads: int = RATED_HEADS) -> float:
-        """Return operations per second of a kernel call.
+        """Return operations per second of a kernel call of so many (query, key) pairs of one head.
 
         Rows take time beside their pairs. So a pack is as fast as its documents, not as a square of all its pairs:
         flash4 within 10 % of what one H100 measured on documents of 1K to 32K tokens.
 
-        Args:
-            phase: forward or backward.
-            pairs: (query, key) pairs of one head.
-            queries, keys: their rows; a kernel shares the former among multiprocessors in a forward, the latter in a
-                backward. 0: of a square.
-            heads: of queries, times batch.
+        queries, keys: their rows; a kernel shares the former among multiprocessors in a forward, the latter in a
+        backward. 0: of a square. heads: of queries, times batch.
         """
         curve = self.forward if phase == "forward" else self.backward
         rate, side = curve[0][1], math.sqrt(pairs)
@@ -139,9 +133,7 @@ def deliver(
     On its link to the ranks of its node a rank sends one message at a time and receives one at a time. Its adapter to
     other nodes works the same way, beside it. The message that can start first goes first; lower ranks win a tie.
 
-    Args:
-        queued: source, destination, seconds, and whether it goes to another node.
-        posted: when each rank has posted its batch.
+    queued: source, destination, seconds, and whether it goes to another node. posted: when each rank has its batch.
     """
     times: dict[tuple[int, int], tuple[float, float]] = {}
     ports = [(list(posted), list(posted)) for _ in range(2)]  # (sending, receiving): of links, of adapters

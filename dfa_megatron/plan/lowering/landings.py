@@ -82,7 +82,7 @@ class Landings:
         self.buffers = tuple(Buffer(parts, slot) for parts, slot in zip(self._parts, slots, strict=True))
 
     def read_place(self, name: str, chunk: int, step: int) -> BufferRow:
-        """Return where the rank holds an input before a step; it is a PlanError if it does not hold it."""
+        """Return where the rank holds an input before a step, or raise a PlanError."""
         if chunk in self.own_rows:
             return self.own[name], self.own_rows[chunk]
         for arrival, place in reversed(self._arrivals[name, chunk]):

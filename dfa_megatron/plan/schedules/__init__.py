@@ -119,11 +119,8 @@ OWNER_COMPUTES = {schedule.layout: schedule for schedule in ALL if schedule.layo
 def with_blocks(plan: AttentionPlan, blocks: Iterable[Block]) -> AttentionPlan:
     """Return a plan of the same mask and layout that computes these blocks, forward and backward.
 
-    Transfers are routed again. Check the result with `check_plan`: blocks may be missing, or twice.
-
-    Args:
-        plan: gives mask, layout and nodes.
-        blocks: of the whole plan, of all ranks.
+    Blocks are those of all ranks, and transfers are routed again. Check the result with `check_plan`: blocks may be
+    missing, or twice.
     """
     changed = tuple(sorted(blocks))
     forward, backward = _phases(plan.forward.mask, plan.forward.layout, changed, direct)

@@ -119,12 +119,9 @@ class Post:
 
 
 class Recorder(Transport):
-    """A transport that puts what passes through it on the tape that records the run.
+    """A transport that puts what passes through it on the tape that records the run around it.
 
-    Args:
-        tape: records the run around it.
-        transport: moves the messages; what passes to one that moves nothing is left out.
-        arena: the register of the memory that receives them.
+    What passes to a transport that moves nothing is left out. arena: the register of the memory that receives messages.
     """
 
     def __init__(self, tape: Tape, transport: Transport, arena: int) -> None:
@@ -190,12 +187,7 @@ class Recorder(Transport):
 
 
 class Bound:
-    """A recorded run of one phase.
-
-    Args:
-        recorder: of the run.
-        results: the tensors that it returned.
-    """
+    """A recorded run of one phase, which returned these results."""
 
     def __init__(self, recorder: Recorder, results: Fields) -> None:
         tape = recorder.tape

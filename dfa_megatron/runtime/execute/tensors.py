@@ -80,11 +80,8 @@ def _is_there(value: torch.Tensor, x: torch.Tensor) -> bool:
 class Tensors:
     """One rank's memory and arithmetic for one run of one program.
 
-    Args:
-        memory: the program and the memory it needs.
-        kernel: computes the calls. request: what they compute.
-        home: this rank's own rows by read name, as `Sizes.fields` orders them.
-        arena: where messages land, at least `memory.arena_bytes` large.
+    home: this rank's own rows by read name, as `Sizes.fields` orders them. arena: where messages land, at least
+    `memory.arena_bytes` large.
     """
 
     def __init__(
