@@ -53,7 +53,7 @@ BUDGETS = {
     "doctor": 918,
     "huggingface": 3_944,
     "indexed": 1_010,
-    "kernels": 3_886,
+    "kernels": 3_870,
     "loss": 740,
     "megatron": 3_918,
     "plan": 5_437,

@@ -68,17 +68,16 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         """Run an operation and record it; one that is made of others is recorded as these."""
         kwargs = kwargs or {}
-        traits = _TRAITS.get(func)
-        if traits is None:
+        if func not in _KINDS:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-            traits = _TRAITS[func] = traits_of(func)
+            _KINDS[func] = _kind(func)
         result = func(*args, **kwargs)
         if not self.why_not:
             try:
-                self._record(traits, func, args, kwargs, result)
+                self._record(func, args, kwargs, result)
             except Unrecordable as error:
                 self.why_not = str(error)
         return result
@@ -126,18 +125,18 @@ class Tape(TorchDispatchMode):
         known = self._known.get(id(x))
         return known if known is not None and known.tensor() is x else None
 
-    def _record(self, traits: Traits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if traits.is_view:
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if _KINDS[func] == "view":
             self._view(func, args[0], result)
             return
-        if traits.follows_values:
+        if _KINDS[func] == "follows values":
             raise Unrecordable(f"{func} reads a value back to the host")
-        if traits.is_empty or (traits.is_zeros and result.is_contiguous()):
-            new, laid = (torch.empty_strided, [result.stride()]) if traits.is_empty else (torch.zeros, [])
+        if func in _EMPTY or (func in _ZEROS and result.is_contiguous()):
+            new, laid = (torch.empty_strided, [result.stride()]) if func in _EMPTY else (torch.zeros, [])
             allocate = partial(new, tuple(result.shape), *laid, dtype=result.dtype, device=result.device)
             self._place(result, self._write(allocate, ()))
             return
-        function = traits.fast
+        function = _FAST.get(func, func)
         if kwargs:
             named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
             function = partial(func, **{name: value for name, value in kwargs.items() if name not in named})
@@ -292,41 +291,27 @@ def _keyworded(function: Callable[..., Any], count: int, names: tuple[str, ...])
     return call
 
 
-_TRAITS: dict[Any, Traits] = {}
-"""Of operations that PyTorch does not run as others, as recording found out."""
+_KINDS: dict[Any, str] = {}
+"""`_kind` of operations that PyTorch does not run as others, as recording found out."""
 
 aten = torch.ops.aten
 
 
-class Traits(NamedTuple):
-    """Traits of an operation.
-
-    follows_values: the host learns from values. is_view: its result is one. is_empty, is_zeros: it allocates. fast: the
-    same without the Python code of `torch.ops`.
-    """
-
-    follows_values: bool
-    is_view: bool
-    is_empty: bool
-    is_zeros: bool
-    fast: Callable[..., Any]
-
-
-def traits_of(func: Any) -> Traits:
-    """Return the traits of an operator overload, such as `torch.ops.aten.add.Tensor`."""
+def _kind(func: Any) -> str:
+    """Return what is to know of an operator overload: its result is a "view", or the host "follows values"."""
     returned = func._schema.returns
-    is_view = bool(returned) and returned[0].alias_info is not None and not returned[0].alias_info.is_write
-    follows_values = bool(_FOLLOWS_VALUES.intersection(func.tags))
-    return Traits(follows_values, is_view, func in _EMPTY, func in _ZEROS, _FAST.get(func, func))
+    if returned and returned[0].alias_info is not None and not returned[0].alias_info.is_write:
+        return "view"
+    marks = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return "follows values" if marks.intersection(func.tags) else ""
 
 
-_FOLLOWS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""PyTorch's marks of operations whose result or shape the host learns from values."""
 _EMPTY = {
     aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
     aten.new_empty.default, aten.new_empty_strided.default,
 }  # fmt: skip
 _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
+"""Operations that allocate."""
 _FAST: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: torch.Tensor.copy_,
     aten.zero_.default: torch.Tensor.zero_,
@@ -335,3 +320,4 @@ _FAST: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: torch.Tensor.add_,
     aten.clone.default: torch.clone,
 }
+"""The same without the Python code of `torch.ops`."""

@@ -303,7 +303,5 @@ def _tell_compilation(phase: str, call: BlockCall) -> None:
     (*_, heads, head_dim), (*_, kv_heads, head_dim_v) = call.q.shape, call.v.shape
     head_dims = f"{head_dim}" + (f" and {head_dim_v}" if head_dim_v != head_dim else "")
     dtype = str(call.q.dtype).removeprefix("torch.")
-    say_once(logger.info, _COMPILES, f"{form} {what}", dtype, head_dims, heads // kv_heads)
-
-
-_COMPILES = "flash4 compiles its %s for %s, head_dim %s, %d query heads a kv head, on first use (some seconds)"
+    said = "flash4 compiles its %s for %s, head_dim %s, %d query heads a kv head, on first use (some seconds)"
+    say_once(logger.info, said, f"{form} {what}", dtype, head_dims, heads // kv_heads)

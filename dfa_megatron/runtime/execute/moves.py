@@ -1,4 +1,4 @@
-"""Side that move from rank to rank in one all-to-all, and their gradients back in another."""
+"""Rows that move from rank to rank in one all-to-all, and their gradients back in another."""
 
 from __future__ import annotations
 
