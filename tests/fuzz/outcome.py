@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
+
+import torch
 
 TOLD = 20
 """Failures that are printed; the file has all of them."""
@@ -37,9 +39,29 @@ class Draw:
         """Return the command that runs it again."""
         return f"python -m tests.fuzz --over {self.over} --seed {self.seed} --case {self.number}"
 
-    def features(self) -> Iterable[str]:
-        """Return the names of the features that a run counts."""
-        raise NotImplementedError
+    def features(self) -> Iterator[str]:
+        """Yield what a run counts: the ranks, and each field or entry of a field that is not the default."""
+        yield f"{self.ranks} ranks"
+        yield from _told(self)
+
+
+def _told(one: Any) -> Iterator[str]:
+    """Yield the fields of a dataclass: words, options and small numbers with their values."""
+    for each in fields(one):
+        value = getattr(one, each.name)
+        if each.name in ("seed", "number", "name") or not value or value == each.default:
+            continue
+        if each.name in ("whole", "data"):
+            yield from _told(value)
+        elif isinstance(value, Mapping):
+            yield from (f"{name} {x}" for name, x in value.items() if x and isinstance(x, str | int))
+        elif each.name == "masks":
+            yield from {f"mask {kind}" for kind in value}
+        elif each.name == "mask":
+            yield f"mask {value.name.partition('(')[0]}"
+        else:
+            few = isinstance(value, str | torch.dtype) or (type(value) is int and value < 10)
+            yield f"{each.name} {value}" if few else each.name
 
 
 @dataclass(frozen=True, slots=True)

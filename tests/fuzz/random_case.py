@@ -110,30 +110,6 @@ class Case(Draw):
         """Return the command that runs it again."""
         return f"{super().line} --ranks {self.ranks}" + (" --device cuda" if self.whole.device != "cpu" else "")
 
-    def features(self) -> list[str]:
-        """Return the names of the features that a run counts."""
-        whole, options = self.whole, self.options
-        found = [f"{self.ranks} ranks", str(whole.dtype).removeprefix("torch."), "pack" if whole.offsets else "plain"]
-        found += [f"{name} {options[name]}" for name in ("schedule", "kernel")]
-        uneven = "of any lengths" if whole.keys == 0 else "of two sequences"
-        found += [f"layout {options['layout'] if isinstance(options['layout'], str) else uneven}"]
-        own = whole.mask and f"mask {whole.mask.name.partition('(')[0]}"
-        found += [own or ("causal" if whole.causal else "not causal")]
-        having = {
-            "window": whole.window_size != (-1, -1),
-            "grouped heads": whole.heads != whole.kv_heads,
-            "two head_dims": whole.head_dim != whole.head_dim_v,
-            "rows that differ": bool(whole.apart),
-            "softcap": whole.softcap > 0,
-            "sinks": whole.with_sinks,
-            "deterministic": self.deterministic,
-            "ulysses": options["ulysses_degree"] not in (1, "auto"),
-            f"checkpoint {self.checkpoint}": self.checkpoint != "none",
-            "torch.compile": self.compiled,
-            f"{whole.first_in_memory} first in memory": whole.first_in_memory,
-        }
-        return found + [name for name, there in having.items() if there]
-
 
 def draw(seed: int, number: int, over: str, device: str = "cpu", ranks: Sequence[int] = ()) -> Case:
     """Draw the case of that number: equal arguments give equal cases.

@@ -46,8 +46,8 @@ def some(folder: Path, cases: int, *arguments: str) -> tuple[dict[str, int], int
 def test_options_drawn_at_random_are_exact_in_one_process(tmp_path: Path) -> None:
     found, cases = some(tmp_path, 120)
     assert found["right"] >= 2 * cases // 3
-    words = "9 ranks, sinks, softcap, window, pack, layout load_balanced, schedule greedy, float16"
-    assert min(found[feature] for feature in words.split(", ")) >= cases // 40, found
+    words = "9 ranks, with_sinks, softcap, window_size, offsets, layout load_balanced, schedule greedy"
+    assert min(found[feature] for feature in (*words.split(", "), "dtype torch.float16")) >= cases // 40, found
     assert sum(count for name, count in found.items() if name.startswith("mask ")) >= cases // 12
 
 

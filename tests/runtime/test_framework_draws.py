@@ -44,9 +44,6 @@ class Imitation(Draw):
     ranks: int = 2  # type: ignore[misc]
     limit: float = 4e-6
 
-    def features(self) -> list[str]:
-        return ["odd"] if self.number % 2 else ["even"]
-
 
 def documented(draw: Imitation) -> str:
     return "documented: so it is" if draw.number == 7 else ""
@@ -86,7 +83,7 @@ def test_every_end_of_a_draw_is_told_from_the_others(tmp_path: Path) -> None:
     tally.write(tmp_path / "report.json", seed=0)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["kinds"] == {"imitated": {kind: ENDS.count(kind) for kind in {*ENDS}}}
-    assert report["features"] == {"imitated: even": 2}
+    assert report["features"] == {"imitated: 2 ranks": 2}
     assert len(report["failures"]) == 6
     assert "HUNG python -m tests.fuzz --over imitated --seed 0 --case 6" in tally.text()
     assert not tally.succeeded

@@ -54,10 +54,6 @@ class DeepspeedDraw(LanguageDraw):
         """Return how far a number may be off, as a share of the largest."""
         return LIMITS[self.dtype]
 
-    def features(self) -> list[str]:
-        """Return the names of the features that a run counts."""
-        return [*super().features(), f"ZeRO {self.stage}", f"{self.accumulated} micro-batches"]
-
 
 def draw(seed: int, number: int) -> DeepspeedDraw:
     """Draw the step of that number: equal arguments give equal draws."""

@@ -177,17 +177,6 @@ class LanguageDraw(Draw):
         """Return whether some layers have states, which they make in float32."""
         return self.kind in HYBRIDS or self.kind.split()[0] in STATES
 
-    def features(self) -> list[str]:
-        """Return the names of the features that a run counts."""
-        found = [self.kind, f"{self.size} x {self.sequences} ranks", f"loss {self.loss}"]
-        found += [f"pack {self.data.pack or 'none'}", *{f"mask {mask}" for mask in self.data.masks}]
-        having = {
-            f"checkpoint {self.options['checkpoint']}": True, f"padding {self.data.padding}": self.data.padding,
-            "re-entrant": self.reentrant, "loss_tile": self.options["loss_tile"] != "off",
-            "accumulation": len(self.data.masks) > self.sequences, f"after {self.warm} steps": self.warm,
-        }  # fmt: skip
-        return found + [name for name, there in having.items() if there]
-
     def batch(self, model: Any, number: int) -> dict[str, Any]:
         """Return a whole batch, with images if the model has several parts."""
         batch = self.data.batch(number)

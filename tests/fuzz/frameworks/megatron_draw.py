@@ -114,32 +114,6 @@ class MegatronDraw(Draw):
         name = self.name and f"{self.name.partition(':')[0]} alone"  # the same for all that are compared with it
         return dataclasses.replace(self, config={**config, "sequence_parallel": False}, name=name, **changes)
 
-    def features(self) -> list[str]:
-        """Return the names of the features that a run counts."""
-        sizes = [
-            f"{name}{getattr(self, name)}"
-            for name in ("tp", "pp", "vp", "cp", "dp", "ep")
-            if (getattr(self, name) or 1) > 1
-        ]
-        found = [
-            " ".join(sizes), f"layout {self.layout}", f"pack {self.pack or 'none'}", *{f"mask {m}" for m in self.masks},
-        ]  # fmt: skip
-        having = {
-            "experts": "num_moe_experts" in self.config, "z-loss": "moe_z_loss_coeff" in self.config,
-            f"balance {self.config.get('moe_router_load_balancing_type')}": "num_moe_experts" in self.config,
-            "padding_mask": self.padding_mask, "multi-token prediction": "mtp_num_layers" in self.config,
-            f"recompute {self.config.get('recompute_granularity')}": "recompute_granularity" in self.config,
-            f"remat {(self.options or {}).get('checkpoint')}": True,
-            "loss per token": self.config["calculate_per_token_loss"], "windows": "window_size" in self.config,
-            "softmax offset": "softmax_type" in self.config,
-            "grouped heads": self.config["num_query_groups"] < self.config["num_attention_heads"],
-            "tied": self.model["share_embeddings_and_output_weights"],
-            "loss_tile": (self.options or {}).get("loss_tile", "off") != "off", "accumulation": self.micro_batches > 1,
-            f"after {self.warm} steps": self.warm, "gated delta nets": self.layers == "delta",
-            "latent attention": "kv_lora_rank" in self.config,
-        }  # fmt: skip
-        return found + [name for name, there in having.items() if there]
-
     def global_batch(self, step: int) -> tuple[dict[str, Any], ...]:
         """Return every micro-batch of a step, whole: (batch, tokens) each, and offsets of documents (batch, n)."""
         return tuple(self._micro_batch(step, number) for number in range(len(self.masks)))

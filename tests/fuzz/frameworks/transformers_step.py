@@ -79,13 +79,6 @@ class TransformersDraw(LanguageDraw):
         is_other = self.dtype == "float64" and self.kind not in PLAIN  # a type may turn its positions in float32
         return self.near or LIMITS[self.dtype + " of other types" * is_other]
 
-    def features(self) -> list[str]:
-        """Return the names of the features that a run counts."""
-        having = {f"{self.between} between": self.between}
-        having |= {f"layers copied {self.grown}": self.grown, f"loss function {self.function}": self.function}
-        having |= {f"in {self.around}": self.around}
-        return [*super().features(), *(name for name, there in having.items() if there)]
-
 
 def draw(seed: int, number: int) -> TransformersDraw:
     """Draw the step of that number: equal arguments give equal draws."""
