@@ -106,13 +106,11 @@ def options_of(drawn: MegatronDraw) -> MegatronConfig | None:
 
 def config_of(drawn: MegatronDraw, **changes: Any) -> Any:
     """Return the TransformerConfig of a draw."""
-    options, dtype = options_of(drawn), getattr(torch, drawn.dtype.split()[0])
-    sizes = small_model.Parallel(drawn.tp, drawn.pp, drawn.cp, drawn.vp, options, drawn.ep)
-    fields = {"cp_comm_type": "dfa", "attention_dropout": 0.0, "hidden_dropout": 0.0}
-    fields |= (hybrids.STATES if drawn.layers else {}) | drawn.config
+    dtype = getattr(torch, drawn.dtype.split()[0])
+    fields = (hybrids.STATES if drawn.layers else {}) | drawn.config
     more = {"params_dtype": dtype, "pipeline_dtype": dtype, "use_cpu_initialization": not torch.cuda.is_available()}
     more |= {name: x for name, x in drawn.config.items() if name in more}
-    return small_model.config_of(fields, sizes, **{**more, **changes})
+    return small_model.config_of(fields, drawn, **{**more, **changes})
 
 
 def model_of(drawn: MegatronDraw, config: Any = None, stage: int | None = None) -> Any:

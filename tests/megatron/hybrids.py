@@ -7,6 +7,7 @@ import inspect
 import sys
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -34,7 +35,7 @@ from tests.support.models import noise
 MAMBA = {"mamba_state_dim": 8, "mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_num_heads": 8}
 DELTA = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "activation_func": "silu",
+    "linear_num_value_heads": 4, "activation_func": torch.nn.functional.silu,
 }  # fmt: skip
 STATES = {**MAMBA, **DELTA}
 KIMIS = "KimiDeltaAttention"
@@ -116,7 +117,7 @@ def model(pattern: str, config: Any, options: MegatronConfig | None, **given: An
     return made
 
 
-def set_weights_of_a_rank(made: Any, scale: float | None = None) -> None:
+def set_weights_of_a_rank(made: Any) -> None:
     """Give weights that depend on names and the tensor-parallel rank alone."""
     for name, parameter in made.named_parameters():
         mine = parallel_state.get_tensor_model_parallel_rank() * getattr(parameter, "tensor_model_parallel", False)

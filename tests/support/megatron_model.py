@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,47 +15,32 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from dfa_megatron.config import MegatronConfig
 from dfa_megatron.megatron.spec import distribute_attention
+from tests.fuzz.frameworks.megatron_draw import MegatronDraw
 from tests.support.models import noise
 
 
-@dataclass(frozen=True, slots=True)
-class Parallel:
-    """Hold the parallel sizes and the token layout; for the whole model all sizes are 1 and attention is Megatron's."""
-
-    tp: int
-    pp: int
-    cp: int
-    vp: int | None
-    options: MegatronConfig | None
-    """None: Megatron's own attention, on one rank."""
-    ep: int = 1
-
-
-def config_of(given: Mapping[str, Any], parallel: Parallel, **changes: Any) -> Any:
-    """Return the TransformerConfig of these fields, in float32, for these parallel sizes; `changes` override all."""
-    fields = dict(given)
-    if fields.get("activation_func") == "silu":
-        fields["activation_func"] = torch.nn.functional.silu
-    fields.update(
-        tensor_model_parallel_size=parallel.tp,
-        pipeline_model_parallel_size=parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vp,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
-        sequence_parallel=bool(fields.get("sequence_parallel")) and parallel.tp > 1,
-        cp_comm_type=fields.get("cp_comm_type") if parallel.options is not None else None,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
+def config_of(given: Mapping[str, Any], drawn: MegatronDraw, **changes: Any) -> Any:
+    """Return the TransformerConfig of these fields for the sizes of a draw; `changes` override all."""
+    fields = {
+        "cp_comm_type": "dfa" if drawn.options is not None else None,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        **given,
+        "tensor_model_parallel_size": drawn.tp,
+        "pipeline_model_parallel_size": drawn.pp,
+        "virtual_pipeline_model_parallel_size": drawn.vp,
+        "context_parallel_size": drawn.cp,
+        "expert_model_parallel_size": drawn.ep,
+        "sequence_parallel": bool(given.get("sequence_parallel")) and drawn.tp > 1,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
         # gloo's isend may still read an output that Megatron has already given back.
-        deallocate_pipeline_outputs=parallel.vp is None,
-        overlap_p2p_comm=parallel.vp is not None,
-        batch_p2p_comm=parallel.vp is None,
-    )
-    fields.update(changes)
+        "deallocate_pipeline_outputs": drawn.vp is None,
+        "overlap_p2p_comm": drawn.vp is not None,
+        "batch_p2p_comm": drawn.vp is None,
+        **changes,
+    }
     if "heterogeneous_layers_config_encoded_json" in fields:
         from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
 
@@ -65,13 +49,10 @@ def config_of(given: Mapping[str, Any], parallel: Parallel, **changes: Any) -> A
     return (MLATransformerConfig if latent else TransformerConfig)(**fields)
 
 
-def build_chunk(
-    config: Any, options: MegatronConfig | None, stage: int | None, scale: float | None = None, **model: Any
-) -> Any:
+def build_chunk(config: Any, options: MegatronConfig | None, stage: int | None, **model: Any) -> Any:
     """Return a chunk of GPTModel, with the attention of `options` or, where None, Megatron's own.
 
-    `stage` is that of a virtual pipeline. `scale` is that of the weights, None for large ones with which attention
-    matters. `model` has arguments of GPTModel.
+    `stage` is that of a virtual pipeline. `model` has arguments of GPTModel.
     """
     spec = megatrons_spec(config, stage, dense=options is None)
     if options is not None:
@@ -84,7 +65,7 @@ def build_chunk(
         vp_stage=stage,
         **model,
     )
-    set_weights(chunk, scale)
+    set_weights(chunk)
     return chunk
 
 
@@ -122,17 +103,21 @@ def megatrons_spec(config: Any, stage: int | None = None, *, dense: bool = False
 
 
 class DenseAttention(torch.nn.Module):
-    """Causal attention with all scores in memory, for the one-rank model of multi-latent attention."""
+    """Attention with all scores in memory, for the one-rank model of multi-latent attention."""
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         self.scale = softmax_scale
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """(seq, batch, heads, width) each; the result is (seq, batch, heads * width of the values)."""
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """(seq, batch, heads, width) each, and which pairs may not meet, bool (1, 1, seq, seq).
+
+        The result is (seq, batch, heads * width of the values).
+        """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        scores = q @ k.mT * (self.scale or query.shape[-1] ** -0.5)
-        scores = scores + torch.full(scores.shape[-2:], -torch.inf).triu(1)
+        scores = (q @ k.mT * (self.scale or query.shape[-1] ** -0.5)).masked_fill(hidden, -torch.inf)
         return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
 
 
@@ -163,12 +148,12 @@ def places_of(name: str, parameter: torch.Tensor, config: Any) -> tuple[tuple[in
     return tuple(shape), {dimension: torch.cat(held)}
 
 
-def set_weights(chunk: Any, scale: float | None = None) -> None:
-    """Make every parameter whole from its global name alone, and copy this rank's entries into the chunk."""
+def set_weights(chunk: Any) -> None:
+    """Make every parameter whole from its global name alone, large, and copy this rank's entries into the chunk."""
     for local_name, parameter in chunk.named_parameters():
         name = global_name(chunk, local_name)
         shape, places = places_of(name, parameter, chunk.config)
-        whole = noise(name, shape) * (scale or (0.3 if "embedding" in name else 0.1))
+        whole = noise(name, shape) * (0.3 if "embedding" in name else 0.1)
         if "norm" in name and name.endswith("weight"):
             whole += 1
         elif name.endswith("A_log"):  # states that last for several tokens, so that what comes in matters

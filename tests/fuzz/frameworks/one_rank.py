@@ -6,6 +6,7 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -24,32 +25,20 @@ def hidden(tokens: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Heed `ENDS` where a mask does not reach: in windows, latent attention, and predicted tokens."""
+    """Heed `ENDS` where a mask does not reach: in windows, and predicted tokens."""
     from megatron.core.fusions import fused_softmax
 
-    from tests.support.megatron_model import DenseAttention
-
     windows = fused_softmax.get_sliding_window_causal_mask
-    changes: list[tuple[Any, str, Any]] = [
-        (fused_softmax, "get_sliding_window_causal_mask", lambda *sizes: windows(*sizes) | hidden(sizes[1])),
-        (DenseAttention, "forward", _dense),
-    ]
-    homes = map(importlib.import_module, _ROLLS)
-    changes += [(home, "roll_tensor", _roll) for home in homes if hasattr(home, "roll_tensor")]
-    kept = [getattr(owner, name) for owner, name, _ in changes]
-    for owner, name, function in changes:
-        setattr(owner, name, function)
-    try:
+
+    def mask(*sizes: int) -> torch.Tensor:
+        return windows(*sizes) | hidden(sizes[1])  # type: ignore[no-any-return]
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(fused_softmax, "get_sliding_window_causal_mask", mask))
+        for home in map(importlib.import_module, _ROLLS):
+            if hasattr(home, "roll_tensor"):
+                stack.enter_context(patch.object(home, "roll_tensor", _roll))
         yield
-    finally:
-        for (owner, name, _), function in zip(changes, kept, strict=True):
-            setattr(owner, name, function)
-
-
-def _dense(self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    scores = (q @ k.mT * (self.scale or query.shape[-1] ** -0.5)).masked_fill(hidden(len(key)), -torch.inf)
-    return (scores.softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
 
 
 def _roll(tensor: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
