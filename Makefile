@@ -18,7 +18,7 @@ PROCS ?=
 ARGS ?=
 
 PLAN := geometry ir masks layouts pack heads greedy choose cost draw
-KERNELS := conformance segments bands
+KERNELS := conformance segments stress
 QUICK := $(PLAN:%=tests/plan/test_%.py) $(KERNELS:%=tests/kernels/test_kernel_%.py) \
 	tests/remat/test_frames.py tests/test_architecture.py tests/test_house.py \
 	"tests/remat/test_attention.py::test_remat_runs_and_sends_half_of_full_recompute_with_the_same_bits[2-ring]" \

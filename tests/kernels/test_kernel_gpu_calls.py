@@ -129,7 +129,11 @@ PAIRS = [
     for of, band in enumerate(BANDS)
     if (at + of) % 2 == 0 or size in ((24, 24), (90, 12))
 ]
-"""Each size with every second band, but those that the cuts of bands are for with all."""
+"""Each size with every second band, but those that the cuts of bands are for with all, and some drawn."""
+DICE = random.Random(2)  # of some draws one number is rounded the other way
+for _ in range(30):
+    bounds = (DICE.choice([-1, DICE.randint(0, 60)]) for _ in range(2))
+    PAIRS.append(((DICE.randint(20, 60), DICE.randint(1, 30)), Band(*bounds)))
 
 
 @pytest.mark.support("kernels", "calls to stand-ins for its operators", of_kernel)

@@ -15,6 +15,7 @@ import torch
 from dfa_megatron import kernels
 from dfa_megatron.doctor.dense import dense_attention
 from dfa_megatron.kernels import BlockCall, Gradients, Partial, Saved
+from dfa_megatron.kernels.adapters.cpu import MASK_ROWS, CpuKernel
 from dfa_megatron.kernels.adapters.reference import ReferenceKernel
 from dfa_megatron.kernels.segments import Rows, Segments
 from dfa_megatron.kernels.triton.support import interpreted
@@ -182,6 +183,12 @@ def test_segments_of_one_window_may_have_keys_again_and_rows_between_them(
         p = problem(whole, torch.float64, "cpu", segments=drawn)
         for _ in range(2):
             p.check("reference", run(Windows(), p.call, p.dout))
+
+
+def test_a_band_is_cut_into_few_rows_on_a_cpu() -> None:
+    tile = Segment(0, 5000, 0, 4000, Band(900, 40)).tile.shrink()
+    assert tile is not None
+    assert max(len(part.q) for part in CpuKernel.cut(tile)) <= MASK_ROWS
 
 
 def test_as_many_copies_as_rows_are_not_all_rows() -> None:

@@ -64,6 +64,7 @@ PARTS = [
     Part(FP32, 64, 2, "causal"),
     Part(FP32, 128, 1, "window"),
 ]
+PARTS_ON_CPU = [*PARTS[::5], *(Part(torch.float64, 8, 2, form) for form in ("causal", "window", "left", "right"))]
 
 
 def length(rng: random.Random, longest: int) -> int:
@@ -123,7 +124,7 @@ def stress(kernel: BlockKernel, part: Part, device: str, iterations: int, longes
     return taken
 
 
-@pytest.mark.parametrize("part", PARTS[::5], ids=str)
+@pytest.mark.parametrize("part", PARTS_ON_CPU, ids=str)
 @pytest.mark.parametrize("name", ["triton"] if interpreted() else ["cpu", "reference"])
 def test_random_attentions_are_right_on_a_cpu(name: str, part: Part) -> None:
     assert stress(kernels.get(name), part, "cpu", 3 if interpreted() else ON_CPU, 64) > 0
