@@ -86,7 +86,7 @@ docs: $(READY)
 	.ci/docs.sh $(ARGS)
 
 clean:
-	rm -rf $(or $(strip $(VENV)),.venv) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(or $(strip $(VENV)),.venv) build dist .pytest_cache .mypy_cache .ruff_cache
 
 # PyTorch first and alone, in the build that is right for the machine; all else by hash, from the lock.
 $(VENV)/.ready: pyproject.toml constraints.txt locks/dev.txt
