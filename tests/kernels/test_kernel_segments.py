@@ -120,23 +120,6 @@ def test_equal_windows_are_one_group_and_bounds_that_never_bind_do_not_matter() 
     assert {launch.window for launch in by_window(mixed, 20, skips=False)} == {Band(3, 0), FULL}
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_groups_hold_every_segment_once_and_mean_what_its_band_means(seed: int) -> None:
-    bands = CAUSAL, FULL, Band(4, 0), Band(9, 0), Band(-1, 6), Band(5, 5)
-    segments = Pack(bands, longest=12, gap=2, square=False, count=30).draw(seed)
-    grouped = []
-    for launch in by_window(segments.parts, segments.q_len, skips=False):
-        rows, columns = ([at for x in spans for at in range(x.lo, x.hi)] for spans in (launch.q, launch.kv))
-        assert launch.window is not None
-        for s in launch.segments:
-            at = Segment(rows[s.q_lo], rows[s.q_hi - 1] + 1, columns[s.kv_lo], columns[s.kv_hi - 1] + 1, s.band)
-            assert rows[s.q_lo : s.q_hi] == list(range(at.q_lo, at.q_hi))
-            assert columns[s.kv_lo : s.kv_hi] == list(range(at.kv_lo, at.kv_hi))
-            assert replace(at, band=launch.window).tile.shrink() == at.tile.shrink()
-            grouped.append(at)
-    assert sorted(grouped) == sorted(segments.parts)
-
-
 class Windows(ReferenceKernel):
     """Takes segments of one window, as FlashAttention's varlen functions do."""
 
