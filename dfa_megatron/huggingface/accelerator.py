@@ -97,11 +97,9 @@ def share_sequences(
     _check_size(accelerator, size, known, loop=loop)
     if world == 1:
         if (ranks := group_size(None)) > 1:
-            raise UnsupportedError(
-                f"an accelerator of one process among {ranks} ranks of torch.distributed",
-                "it would average no gradients over them",
-                "torchrun or accelerate launch, which it reads when it, or TrainingArguments, is made",
-            )
+            what = f"an accelerator of one process among {ranks} ranks of torch.distributed"
+            instead = "torchrun or accelerate launch, which it reads when it, or TrainingArguments, is made"
+            raise UnsupportedError(what, "it would average no gradients over them", instead)
         distribute_attention(model, config=options, unlisted=unlisted)
         return 1
     distribute_attention(model, group=make_mesh(size).group, config=options, unlisted=unlisted)
@@ -141,11 +139,8 @@ def _check_size(accelerator: Any, size: int, known: Sharing | None, *, loop: boo
             "the same size for all models of an accelerator",
         )
     if loop and known is None and world > 1 and (accelerator._schedulers or accelerator._dataloaders):
-        raise UnsupportedError(
-            "distribute_accelerator behind accelerator.prepare",
-            "its loaders would give the ranks of a sequence different batches, and schedulers step once for each rank",
-            "the call before prepare",
-        )
+        why = "its loaders would give the ranks of a sequence different batches, and schedulers step once for each rank"
+        raise UnsupportedError("distribute_accelerator behind accelerator.prepare", why, "the call before prepare")
 
 
 def _check(accelerator: Any) -> None:
@@ -159,25 +154,18 @@ def _check(accelerator: Any) -> None:
                 "size=, and a ParallelismConfig of dp sizes, or none; or add_cp_backend() and cp_backend='dfa'",
             )
     if accelerator.distributed_type == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version == 1:
-        raise UnsupportedError(
-            "FSDP1 of accelerate",
-            "its flat parameters were never compared with one process",
-            "fsdp_version=2 of the FullyShardedDataParallelPlugin, or fsdp_config={'version': 2} of a Trainer",
-        )
+        why = "its flat parameters were never compared with one process"
+        instead = "fsdp_version=2 of the FullyShardedDataParallelPlugin, or fsdp_config={'version': 2} of a Trainer"
+        raise UnsupportedError("FSDP1 of accelerate", why, instead)
     if accelerator.dispatch_batches:
-        raise UnsupportedError(
-            "dispatch_batches=True",
-            "the first rank would hand the ranks of a sequence different batches",
-            "dispatch_batches=False, or None",
-        )
+        why = "the first rank would hand the ranks of a sequence different batches"
+        raise UnsupportedError("dispatch_batches=True", why, "dispatch_batches=False, or None")
     dynamo = accelerator.state.dynamo_plugin.backend
     if dynamo != "NO":
         backend = dynamo.value.lower()
-        raise UnsupportedError(
-            f"torch_compile, or the dynamo backend {backend!r} of accelerate",
-            "transformers then asks for masks that are not planned",
-            "no dynamo_backend, torch_compile=False",
-        )
+        what = f"torch_compile, or the dynamo backend {backend!r} of accelerate"
+        why = "transformers then asks for masks that are not planned"
+        raise UnsupportedError(what, why, "no dynamo_backend, torch_compile=False")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +184,8 @@ class Sharing:
 
 def refuse_objects() -> NoReturn:
     """Refuse to gather what is no tensor."""
-    raise UnsupportedError(
-        "gather_for_metrics of objects (use_gather_object, eval_use_gather_object)",
-        "what the ranks of a sequence hold in common could not be told apart",
-        "tensors",
-    )
+    why = "what the ranks of a sequence hold in common could not be told apart"
+    raise UnsupportedError("gather_for_metrics of objects (use_gather_object, eval_use_gather_object)", why, "tensors")
 
 
 class SharesSequences:

@@ -51,10 +51,7 @@ class ModelJob(Job):
         elif context.multimodal:
             why, instead = "texts have no images or sound", "prove of a model that has its language model alone"
         elif self.inner.get_output_embeddings() is None:
-            why, instead = (
-                "it has no head, and so no loss to start a backward from",
-                "prove of LlamaForCausalLM or like",
-            )
+            why, instead = "it has no head, so no loss to start a backward from", "prove of LlamaForCausalLM or like"
         if context is None or why:
             raise UnsupportedError(f"prove of a {kind}", why, instead)
         config = self.inner.config.get_text_config()

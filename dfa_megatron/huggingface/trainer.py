@@ -121,23 +121,18 @@ def _check(trainer: Any, options: TrainingConfig) -> None:
     if arguments.eval_use_gather_object:
         refuse_objects()
     if trainer.model_init is not None:
-        raise UnsupportedError(
-            "model_init",
-            "the Trainer makes another model when it trains, which would not be distributed",
-            "Trainer(model=...)",
-        )
+        why = "the Trainer makes another model when it trains, which would not be distributed"
+        raise UnsupportedError("model_init", why, "Trainer(model=...)")
     if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":
-        raise UnsupportedError(
-            "train_sampling_strategy='batch_rebalance'",
+        why, instead = (
             "it would give each rank of a sequence another batch",
-            "'random', 'sequential' or 'group_by_length'",
+            "'random', 'sequential', 'group_by_length'",
         )
+        raise UnsupportedError("train_sampling_strategy='batch_rebalance'", why, instead)
     if getattr(arguments, "predict_with_generate", False):
-        raise UnsupportedError(
-            "predict_with_generate",
-            "generation needs the keys of whole sequences on one rank",
-            "evaluation without it, or model.generate within dfa_megatron.huggingface.local_attention(model)",
-        )
+        why = "generation needs the keys of whole sequences on one rank"
+        instead = "evaluation without it, or model.generate within dfa_megatron.huggingface.local_attention(model)"
+        raise UnsupportedError("predict_with_generate", why, instead)
     if options.checkpoints_layers and arguments.gradient_checkpointing:
         why, instead = "the Trainer would replace the former", "checkpoint='auto'"
         raise UnsupportedError(f"checkpoint={checkpoint!r} with gradient_checkpointing=True", why, instead)
@@ -149,11 +144,9 @@ def _check(trainer: Any, options: TrainingConfig) -> None:
 def _check_loss(trainer: Any) -> None:
     """Refuse losses that do not add up over the ranks."""
     if trainer.compute_loss_func is not None:
-        raise UnsupportedError(
-            "compute_loss_func",
-            "it would compare the labels of all tokens with the logits of this rank's",
-            "model.loss_function = a function that dfa_megatron.huggingface.sums_tokens marks",
-        )
+        why = "it would compare the labels of all tokens with the logits of this rank's"
+        instead = "model.loss_function = a function that dfa_megatron.huggingface.sums_tokens marks"
+        raise UnsupportedError("compute_loss_func", why, instead)
     name = _name_of(trainer)
     routed = getattr(trainer.model.config, "output_router_logits", False)
     if trainer.label_smoother and (routed or name in _OF_SCORES or any(map(classifies, trainer.model.modules()))):
