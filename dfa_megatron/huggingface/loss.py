@@ -233,10 +233,10 @@ def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: i
         gate_logits: of every layer (batch x local_seq, experts).
     """
     device = gate_logits[0].device
-    counted = torch.ones(len(gate_logits[0]), device=device)
+    counted = torch.ones(len(gate_logits[0]), dtype=torch.float32, device=device)
     if forward.mask is not None:  # 0 for padding
         counted = forward.mask.to(device, torch.float32).flatten()
-    counts, chances = torch.zeros(2, experts, device=device)
+    counts, chances = torch.zeros(2, experts, dtype=torch.float32, device=device)
     for logits in gate_logits:
         weights = torch.softmax(logits.to(device), dim=-1)
         chosen = torch.topk(weights, top_k, dim=-1).indices

@@ -196,6 +196,20 @@ def test_checkpoints_that_run_attention_twice_are_told_once(caplog: pytest.LogCa
     assert caplog.text.count("checkpoint='none' runs their attention twice") == 1
 
 
+def test_no_number_depends_on_the_default_dtype() -> None:
+    found, batch = [], text(2, 120, seed=1)  # of more tokens than bfloat16 counts
+    for dtype in (torch.bfloat16, torch.float64, torch.float32):
+        model = dfa_hf.distribute_attention(build("Mixtral", output_router_logits=True, num_local_experts=2))
+        torch.set_default_dtype(dtype)
+        try:
+            out = model(**batch)
+            out.loss.backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append({"loss": out.loss, "aux_loss": out.aux_loss} | gradients(model))
+        assert all(torch.equal(value, found[0][name]) for name, value in found[-1].items()), dtype
+
+
 def test_a_copy_of_a_model_is_distributed_as_well() -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
     batch = text(1, 8, seed=1)
