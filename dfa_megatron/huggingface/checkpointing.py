@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def keep_forward(model: torch.nn.Module, *, saving: bool, name: str = _FUNCTION)
             if not saving and _SET not in vars(model):
                 _say_twice()
             setattr(module, name, functools.partial(_checkpoint, _saving(own) if saving else own))
-        elif name == _FUNCTION and hasattr(module, "gradient_checkpointing"):
+        elif name == _FUNCTION and getattr_static(module, "gradient_checkpointing", None) is not None:  # of no wrapper
             return  # the first such module tells of all: transformers sets their functions together
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
@@ -185,6 +187,22 @@ def test_layers_that_are_compiled_change_nothing_and_a_compiled_model_hears_why_
     whole = torch.compile(of_double(), backend="eager")
     with pytest.raises(UnsupportedError, match=r"a mask beyond causal.*not compiled, or layer by layer"):
         whole(**text(1, 12, seed=3))
+
+
+@over_ranks(2, timeout=150)
+def test_layers_in_wrappers_that_hand_attributes_on_are_run_again_in_their_forward(rank: int, ranks: int) -> None:
+    sharded = functools.partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu"))
+    want = build("Llama").double()
+    _, loss, count = total_loss(want, PACK)
+    (loss / count).backward()
+    for wrap in (sharded, functools.partial(torch.compile, backend="eager")):
+        model = of_double("remat")
+        model.model.layers = torch.nn.ModuleList(map(wrap, model.model.layers))
+        model(**PACK).loss.backward()
+        for name in ("model.norm.weight", "model.embed_tokens.weight"):  # no layer's shard
+            found = model.get_parameter(name).grad / ranks
+            dist.all_reduce(found)
+            assert_close(found, want.get_parameter(name).grad, tolerance=1e-6, name=name)
 
 
 def test_checkpoints_that_run_attention_twice_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
