@@ -15,7 +15,6 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.hooks import for_a_while
 from dfa_megatron.huggingface import attention_function as attention
-from dfa_megatron.huggingface import embedded_positions as embedded
 from dfa_megatron.huggingface import model_inputs as inputs
 from dfa_megatron.huggingface.check_model import check_adapters, check_model, check_parts, is_multimodal, kind_of
 from dfa_megatron.huggingface.checkpointing import check_layers, check_options, set_checkpointing
@@ -149,7 +148,6 @@ def _hook(inner: Any, decoder: Any) -> None:
     for module in {inner, decoder}:
         module.register_forward_hook(leave, always_call=True)
     decoder.register_load_state_dict_post_hook(inputs.compare_again)
-    embedded.hook(decoder)
 
 
 @contextmanager

@@ -64,10 +64,11 @@ def local_ropes(rotary: Any) -> set[str]:
 
 
 def hook(decoder: Any) -> None:
-    """Hook the rotary embeddings that a decoder calls itself and whose frequencies depend on the batch."""
+    """Hook the rotary embeddings that a decoder calls itself and whose frequencies depend on the batch, once."""
     for rotary in (child for child in decoder.children() if local_ropes(child)):
-        rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
-        rotary.register_forward_hook(_without_longest)
+        if _with_longest not in rotary._forward_pre_hooks.values():
+            rotary.register_forward_pre_hook(_with_longest, with_kwargs=True)
+            rotary.register_forward_hook(_without_longest)
 
 
 def _longest() -> int:

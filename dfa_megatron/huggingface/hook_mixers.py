@@ -38,6 +38,7 @@ from dfa_megatron.huggingface.current_forward import (
     leave,
     reach,
 )
+from dfa_megatron.huggingface.embedded_positions import hook
 from dfa_megatron.huggingface.indexers import follow
 from dfa_megatron.huggingface.seen import Seen, refuse_for
 from dfa_megatron.names import say_once
@@ -62,24 +63,25 @@ def adopt(model: Any, context: LayerContext, attentions: list[torch.nn.Module]) 
         config = vars(mixer).get("config")
         if config is not None and config._attn_implementation != NAME:  # a copied layer's is not the model's
             config._attn_implementation = NAME
-        if not any(hook is _enter for hook in mixer._forward_pre_hooks.values()):
+        if _enter not in mixer._forward_pre_hooks.values():
             mixer.register_forward_pre_hook(_enter, prepend=True)
             mixer.register_forward_hook(_check_reached)
             mixer.register_forward_hook(leave, always_call=True)
+    hook(decoder)
     for module in {*_parts(decoder), *wanted}:
         setattr(module, CONTEXT, context)
     keep_forward(decoder, saving=context.options.checkpoint == "auto", name=WRAPPED)
 
 
 def knows_all(model: Any, context: LayerContext) -> bool:
-    """Return whether every layer of a model is one that `adopt` saw: none was copied, added or replaced since."""
+    """Return whether every part of a model is one that `adopt` saw: none was copied, added or replaced since."""
     return all(vars(module).get(CONTEXT) is context for module in _parts(model.get_decoder()))
 
 
 def _parts(decoder: Any) -> list[torch.nn.Module]:
-    """Return the layers of a decoder and their children."""
+    """Return what a decoder calls itself, such as rotary embeddings and layers, and the children of these layers."""
     layers = [x for child in decoder.children() if isinstance(child, torch.nn.ModuleList) for x in child]
-    return [part for layer in layers for part in (layer, *layer.children())]
+    return [*decoder.children(), *(part for layer in layers for part in (layer, *layer.children()))]
 
 
 def _enter(mixer: torch.nn.Module, args: tuple[Any, ...]) -> None:

@@ -42,6 +42,17 @@ def test_layers_that_were_copied_added_or_replaced_are_exact() -> None:
     check_each("transformers", rows.grown())
 
 
+@over_ranks(3)
+def test_rotary_embeddings_that_are_replaced_later_know_the_longest_document(rank: int, ranks: int) -> None:
+    batch = text(1, 46, seed=2)
+    want, model = (build("Llama", max_position_embeddings=12).double() for _ in range(2))
+    dfa_hf.distribute_attention(model)(**batch)
+    for each in (want, model):
+        each.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+        each.model.rotary_emb = type(each.model.rotary_emb)(each.config)
+    assert_close(model(**batch).loss, want(**batch).loss, tolerance=1e-6, name="loss")
+
+
 def test_an_attention_that_does_not_reach_ours_raises_and_one_that_does_not_run_does_not() -> None:
     model = dfa_hf.distribute_attention(build("Llama"))
     batch = text(1, 8, seed=1)
