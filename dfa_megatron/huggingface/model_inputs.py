@@ -90,7 +90,9 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
 
 
 def _changed(model: Any, context: LayerContext) -> bool:
-    """Return whether to compare weights: in the first call, and in training once more after the first step."""
+    """Return whether to compare weights: in the first call of these parameters, and after the first step with them."""
+    if new := {*map(id, model.parameters())} - context.held:  # layers, adapters or rows that are drawn on each rank
+        context.held, context.compared = context.held | new, ()
     known = context.compared
     return not known or (len(known) < 2 and torch.is_grad_enabled() and changes(model) not in known)
 

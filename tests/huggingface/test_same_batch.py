@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import re
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from io import StringIO
@@ -238,6 +240,27 @@ def weights_of_one_rank(rank: int, world_size: int) -> None:
     for group in (None, alone, None):  # what the ranks of a group have compared says nothing of another
         with nullcontext() if group else pytest.raises(DisagreementError, match="hold other weights"):
             dfa_hf.distribute_attention(model, group=group)(**part)
+
+
+NEW: dict[str, Callable[[Any], Any]] = {
+    "embed_tokens": lambda model: model.resize_token_embeddings(VOCABULARY + 9, mean_resizing=False),
+    "mlp": lambda model: setattr(model.model.layers[1], "mlp", type(model.model.layers[1].mlp)(model.config)),
+    "lm_head": lambda model: model.set_output_embeddings(torch.nn.Linear(32, VOCABULARY, bias=False)),
+}
+
+
+@over_ranks(2)
+def test_parameters_that_come_later_are_compared_as_the_first_ones_are(rank: int, ranks: int) -> None:
+    for name, own in itertools.product(NEW, (False, True)):
+        model, part = dfa_hf.distribute_attention(build("Llama")), text(2, LENGTH, seed=0)
+        for _ in range(3):  # the third compares nothing
+            model(**part)
+            torch.autograd.graph.increment_version(model.model.norm.weight)
+        torch.manual_seed(rank if own else 0)
+        NEW[name](model)
+        said = rf"other weights: \S*{name}\S* is the first that differs"
+        with pytest.raises(DisagreementError, match=said) if own else nullcontext():
+            model(**part)
 
 
 def test_ranks_of_a_group_with_other_weights_hear_which_and_those_with_other_batches_are_refused() -> None:
