@@ -17,7 +17,7 @@ from dfa_megatron.huggingface.current_forward import CONTEXT, LayerContext, forw
 from dfa_megatron.runtime.comm.groups import resolve
 from dfa_megatron.sharding import unshard_sequence
 
-_HOOKED = "_dfa_hooked_head"  # the attribute of a classifier for the hook of its head in its present call
+HOOKED = "_dfa_hooked_head"  # the attribute of a classifier for the hook of its head in its present call
 
 _PADDING = "_dfa_padding"
 """The attribute of a model whose scores are joined for what was padded on the left of its present call's rows."""
@@ -116,11 +116,11 @@ def _hook_head(model: Any, args: Any) -> None:
     context: LayerContext = getattr(model, CONTEXT)
     if context.size > 1 and not context.local:
         group = resolve(context.group)
-        vars(model)[_HOOKED] = model.score.register_forward_hook(lambda *of: unshard_sequence(of[-1], group=group))
+        vars(model)[HOOKED] = model.score.register_forward_hook(lambda *of: unshard_sequence(of[-1], group=group))
 
 
 def _leave_head(model: Any, *_: Any) -> None:
-    if (hook := vars(model).pop(_HOOKED, None)) is not None:
+    if (hook := vars(model).pop(HOOKED, None)) is not None:
         hook.remove()
 
 

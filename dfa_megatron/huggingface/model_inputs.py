@@ -11,6 +11,7 @@ A decoder may be called alone. While attention is the model's own, the hooks onl
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ from dfa_megatron.huggingface.current_forward import (
 )
 from dfa_megatron.huggingface.hook_mixers import adopt, knows_all
 from dfa_megatron.huggingface.indexers import whole_loss
+from dfa_megatron.huggingface.join_outputs import HOOKED, classifies
 from dfa_megatron.huggingface.loss import as_whole, check_loss, check_reached
 from dfa_megatron.huggingface.planned_mask import nothing_hidden
 from dfa_megatron.huggingface.seen import refuse_for
@@ -60,6 +62,9 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
     """
     context: LayerContext = getattr(model, CONTEXT)
     check_adapters(model)  # which may be added later than attention is distributed
+    if context.size > 1 and not context.local and any(hasattr(x, "grad_sample") for x in model.parameters()):
+        why, instead = "a rank has those of its tokens alone", "gradients of batches, without a GradSampleModule"
+        raise UnsupportedError("gradients of single rows, as Opacus clips them", why, instead)
     if getattr(model.get_decoder(), CONTEXT, None) is not context:
         what = f"a {type(model).__name__} whose decoder was replaced, or distributed by itself, since"
         raise UnsupportedError(what, "it would not know the documents of a batch", "distribute_attention of the model")
@@ -167,6 +172,8 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
     """Give a decoder this rank's part of its inputs."""
     context: LayerContext = getattr(decoder, CONTEXT)
     if forward_of_context(context) is None:
+        if not context.local:
+            _refuse_direct(context, decoder)
         args, kwargs = begin(decoder, args, kwargs)
     forward = forward_of_context(context)
     assert forward is not None
@@ -181,6 +188,18 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
     if not any(parameter.name == "position_ids" for parameter in whole.parameters_of(decoder.__class__)):
         del given["position_ids"]
     return (), given
+
+
+def _refuse_direct(context: LayerContext, decoder: Any) -> None:
+    """Refuse a decoder in a `model.forward(...)` of its model, which runs no hook of the model's call."""
+    frame: Any = sys._getframe(1)
+    while frame := frame.f_back:
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else decoder
+        held = getattr(caller, "__dict__", {})
+        called = caller is decoder or (classifies(caller) and (context.size == 1 or HOOKED in held))
+        if held.get(CONTEXT) is context and not called:
+            what = f"{type(caller).__name__}.forward of a distributed model, called directly"
+            raise UnsupportedError(what, "its hooks cut the batch, and PyTorch runs them in calls", "model(...)")
 
 
 def _scale_noise(decoder: Any, tokens: torch.Tensor, forward: Forward) -> None:

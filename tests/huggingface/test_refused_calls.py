@@ -139,6 +139,15 @@ def test_a_mask_that_the_model_makes_itself_is_refused() -> None:
         model(input_ids=IDS)
 
 
+def test_a_forward_that_is_called_without_the_hooks_of_its_model_is_refused() -> None:
+    model = dfa_hf.distribute_attention(build("Llama"))
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM\.forward of a distributed model, called directly"):
+        model.forward(input_ids=IDS, labels=IDS)
+    model.model(input_ids=IDS)
+    with dfa_hf.local_attention(model):
+        assert torch.equal(model.forward(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
 def test_a_model_that_was_only_switched_by_name_says_what_is_missing() -> None:
     dfa_hf.distribute_attention(build("Llama"))  # transformers knows the name now
     model = build("Llama")
@@ -226,6 +235,9 @@ def images_on_two_ranks(rank: int, world_size: int) -> None:
     assert model(**batch).logits.shape[1] == 20
     with pytest.raises(UnsupportedError, match="padding that is not on the right"):
         model(input_ids=batch["input_ids"], attention_mask=1 - batch["attention_mask"])
+    next(model.parameters()).grad_sample = None  # as Opacus has it
+    with pytest.raises(UnsupportedError, match="gradients of single rows"):
+        model(**batch)
 
 
 def test_on_two_ranks_parts_and_what_does_not_fit_are_refused_and_whole_batches_told_in_any_way_are_not() -> None:
