@@ -26,7 +26,6 @@ from tests.fuzz.attempt import Listens
 from tests.runtime.comm.test_gloo import LAYOUTS
 from tests.runtime.comm.test_nccl import compare as compare_on_gpu
 from tests.runtime.comm.test_nccl import gpu_case, unsynchronised
-from tests.support.arguments import arguments
 from tests.support.attend import assert_same_bits, attend, case, compare, results
 from tests.support.close import assert_close
 from tests.support.nan_memory import nan_memory
@@ -223,17 +222,6 @@ def test_rematerialization_repeats_no_exchange(rank: int, ranks: int, kv_heads: 
     assert once["ulysses_exchanges"] == 4
     # What was exchanged is not kept by a checkpoint: q, k and v travel with dout, of two heads and their kv heads.
     assert more == (0 if kv_heads == 1 else (2 + kv_heads // 2 * 2) * 8 * 16 * 8 * 2)
-
-
-@over_ranks(2, timeout=120)
-def test_the_operator_passes_the_checks_of_torch_library(rank: int, ranks: int) -> None:
-    from dfa_megatron.runtime.comm.groups import group_name
-    from dfa_megatron.runtime.op import attention
-    from dfa_megatron.runtime.request import Request
-
-    q, k, v = (x[:, rank * 3 : rank * 3 + 3].clone().requires_grad_() for x in case(ranks * 3).inputs)
-    text = Request(**arguments(softmax_scale=0.25, kernel="reference", ulysses_degree=2)).to_text()
-    torch.library.opcheck(attention, (q, k, v, None, text, group_name(None)))
 
 
 # GPUs over NCCL.
