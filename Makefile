@@ -23,10 +23,9 @@ QUICK := $(PLAN:%=tests/plan/test_%.py) $(KERNELS:%=tests/kernels/test_kernel_%.
 	tests/remat/test_frames.py tests/test_architecture.py tests/test_house.py \
 	"tests/remat/test_attention.py::test_remat_runs_and_sends_half_of_full_recompute_with_the_same_bits[2-ring]" \
 	"tests/runtime/comm/test_gloo.py::test_every_schedule_and_dtype_is_exact_over_gloo[2]" \
-	"tests/runtime/comm/test_gloo.py::test_random_packs_are_exact_over_gloo[2]" \
 	"tests/runtime/execute/test_bound.py::test_replays_on_one_rank_are_exact" \
 	"tests/runtime/test_heads.py::test_every_count_of_heads_is_exact[3-3]" \
-	"tests/runtime/execute/test_sinks.py::test_sinks_and_their_summed_gradient_are_exact[2]"
+	"tests/runtime/test_combinations.py::test_options_drawn_at_random_are_exact_together_or_refused[--over gloo --ranks 2 --first 32 --cases 16]"
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)

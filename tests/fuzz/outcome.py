@@ -54,7 +54,7 @@ def _told(one: Any) -> Iterator[str]:
         if each.name in ("whole", "data"):
             yield from _told(value)
         elif isinstance(value, Mapping):
-            yield from (f"{name} {x}" for name, x in value.items() if x and isinstance(x, str | int))
+            yield from (f"{name} {x}" if isinstance(x, str | int) else name for name, x in value.items() if x)
         elif each.name == "masks":
             yield from {f"mask {kind}" for kind in value}
         elif each.name == "mask":

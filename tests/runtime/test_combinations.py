@@ -61,10 +61,13 @@ def test_one_rank_replays_exactly_under_states_of_pytorch_checkpoints_and_the_co
 
 
 @drawn_at_random
+@pytest.mark.support("runtime", "packed documents between processes")
+@pytest.mark.support("runtime", "attention sinks and their gradient")
+@pytest.mark.support("runtime", "sinks with packed documents")
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(f"--over gloo --ranks {ranks} --cases 16" for ranks in (2, 3, 4)),
+        *(f"--over gloo --ranks {ranks} --first {16 * ranks} --cases 16" for ranks in (2, 3, 4)),
         *(pytest.param(f"--over nccl --ranks {n} --cases 30", marks=pytest.mark.gpu(n)) for n in (2, 4)),
         pytest.param("--device cuda --cases 1000 --seconds 60", marks=pytest.mark.gpu),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import socket
 import stat
 import sys
@@ -19,7 +18,6 @@ from dfa_megatron.runtime.counters import COUNTERS
 from tests.support.arguments import arguments, told
 from tests.support.attend import Results, assert_same_bits, attend, case, compare, pack, results
 from tests.support.nan_memory import nan_memory
-from tests.support.packs import random_offsets
 from tests.support.workers import over_ranks, run_ranks
 
 LAYOUTS = (("ring", "contiguous"), ("balanced", "contiguous"), ("balanced_shared", "contiguous"), ("auto", "zigzag"))
@@ -84,28 +82,6 @@ def test_bytes_on_the_wire_are_those_of_the_plan(rank: int, ranks: int) -> None:
     assert found["forward_bytes"] == (4 * one + one + lse, 4 * one, 2 * one, one)[rank]
     assert found["forward_messages"] == (3, 2, 1, 1)[rank]
     assert found["attention_forwards"] == found["attention_backwards"] == 1
-
-
-MASKS = ((True, (-1, -1)), (False, (-1, -1)), (True, (3, 0)), (False, (4, 2)))
-
-
-@pytest.mark.support("runtime", "packed documents between processes")
-@over_ranks(2, 3, 4)
-def test_random_packs_are_exact_over_gloo(rank: int, ranks: int) -> None:
-    draw = random.Random(ranks)
-    with nan_memory():
-        for causal, window_size in MASKS:
-            offsets = random_offsets(ranks * draw.randint(1, 6) * 2, draw)
-            options = {"causal": causal, "window_size": window_size}
-            for dtype in (torch.float64, torch.bfloat16):
-                whole = pack(offsets, dtype=dtype, head_dim=32, seed=draw.randrange(99), **options)
-                compare(whole, rank, ranks, kernel=draw.choice(["auto", "reference"]))
-                compare(whole, rank, ranks, schedule="greedy")
-        whole = pack(offsets, heads=6, kv_heads=1)
-        compare(whole, rank, ranks, layout="zigzag")
-        compare(whole, rank, ranks, layout="load_balanced")
-        for degree in (2, 4) if ranks == 4 else ():
-            compare(pack(random_offsets(ranks * 8, draw)), rank, ranks, ulysses_degree=degree)
 
 
 @over_ranks(4)

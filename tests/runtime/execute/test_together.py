@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
 import random
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -22,7 +18,7 @@ from tests.support.packs import random_offsets, served, skip_unless_it_serves_th
 from tests.support.support_rows import helped_by_causal_masks_only, mask, pack_mask, schedule
 
 KERNEL = "triton" if interpreted() else "reference"
-"""The file is run again in Triton's interpreter."""
+"""Some of the file runs again in Triton's interpreter: tests/kernels/test_kernel_triton_interpreted.py."""
 SMALL: dict[str, Any] = {"heads": 2, "batch": 1, "dtype": torch.float32} if interpreted() else {}
 RANKS = (3,) if interpreted() else (3, 4, 1, 2, 5, 8)
 SCHEDULES = (
@@ -100,17 +96,6 @@ def test_random_packs_are_exact_on_one_to_sixteen_ranks(schedule: str, layout: s
     assert served >= (0 if schedule.startswith("balanced") and not causal else len(counts))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(interpreted(), reason="this is the run in the interpreter")
-def test_the_triton_kernels_are_exact_too_in_the_interpreter() -> None:
-    chosen = "odd and zigzag and sides or packs and load_balanced and left"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert "2 passed" in run.stdout
-
-
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("kernel", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -118,15 +103,6 @@ def test_every_dtype_is_exact_to_rounding_plain_and_packed(dtype: torch.dtype, k
     for heads, kv_heads in ((4, 1), (33, 33), (6, 2)):
         together(case(3 * 14, heads=heads, kv_heads=kv_heads, head_dim=32, dtype=dtype, seed=heads), 3, kernel=kernel)
     together(pack((0, 1, 9, 30, 4 * 24), dtype=dtype, head_dim=32), 4, kernel=kernel)
-
-
-def test_odd_lengths_and_one_token_a_rank_are_exact() -> None:
-    for local in (1, 3, 7):
-        for ranks in (2, 3, 4):
-            # Half a token cannot be shared: auto takes `balanced` there.
-            names = ("auto", "ring", "balanced") if (local, ranks) == (1, 4) else ("auto",) if local > 1 else ()
-            for name in names:
-                together(case(ranks * local, seed=local), ranks, schedule=name, kernel="reference")
 
 
 def test_one_document_is_planned_as_a_plain_sequence() -> None:
