@@ -15,7 +15,7 @@ from torch.distributed.utils import _apply_to_tensors, _recursive_to
 from torch.utils._pytree import tree_map
 
 from dfa_megatron import layouts, make_plan, masks
-from dfa_megatron.huggingface.planned_mask import PlannedMask
+from dfa_megatron.huggingface.attention_function import PlannedMask
 from dfa_megatron.huggingface.seen import Seen
 from dfa_megatron.plan.language.tree import Tree
 

@@ -33,7 +33,6 @@ from dfa_megatron.huggingface.current_forward import (
     reach,
 )
 from dfa_megatron.huggingface.loss import as_whole
-from dfa_megatron.huggingface.planned_mask import PlannedMask
 from dfa_megatron.huggingface.seen import Seen, mask_of
 from dfa_megatron.indexed import index_loss, index_topk, sparse_attn
 from dfa_megatron.remat import active_frame
@@ -76,8 +75,8 @@ class Indexed:
     transpose = unsqueeze = squeeze = _itself
 
     def masked_fill(self, mask: Any, value: Any) -> Self:
-        """Return itself for the mask that stands for what tokens see."""
-        if not isinstance(mask, PlannedMask):
+        """Return itself for the `PlannedMask` that stands for what tokens see."""
+        if not hasattr(mask, "planned"):
             raise _other("another mask than the layer's")
         return self
 

@@ -21,6 +21,7 @@ import torch
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import batch as whole
 from dfa_megatron.huggingface import decoder_door as door
+from dfa_megatron.huggingface.attention_function import nothing_hidden
 from dfa_megatron.huggingface.batch import compare, first_of, tokens_of
 from dfa_megatron.huggingface.check_model import check_adapters, check_model
 from dfa_megatron.huggingface.checkpointing import keep_forward
@@ -37,7 +38,6 @@ from dfa_megatron.huggingface.hook_mixers import adopt, knows_all
 from dfa_megatron.huggingface.indexers import whole_loss
 from dfa_megatron.huggingface.join_outputs import HOOKED, classifies
 from dfa_megatron.huggingface.loss import as_whole, check_loss, check_reached
-from dfa_megatron.huggingface.planned_mask import nothing_hidden
 from dfa_megatron.huggingface.seen import refuse_for
 from dfa_megatron.huggingface.tiled_head import tile_of
 from dfa_megatron.kernels.leaf import outside_graphs

@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
-from dfa_megatron.huggingface.attention_function import attention
-from dfa_megatron.huggingface.planned_mask import PlannedMask
+from dfa_megatron.huggingface.attention_function import PlannedMask, attention
 from dfa_megatron.runtime.counters import COUNTERS
 from dfa_megatron.sharding import shard_sequence
 from tests.huggingface.one_process import assert_gradients, called

@@ -22,7 +22,7 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import DisagreementError, ProofError, UnsupportedError
 from dfa_megatron.huggingface import indexers
-from dfa_megatron.huggingface.planned_mask import PlannedMask
+from dfa_megatron.huggingface.attention_function import PlannedMask
 from dfa_megatron.sharding import positions_of
 from tests.frameworks.compare import gradients_of
 from tests.fuzz.frameworks.steps import check_each, run

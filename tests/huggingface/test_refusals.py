@@ -16,7 +16,7 @@ from dfa_megatron import huggingface as dfa_hf
 from dfa_megatron.config import MegatronConfig, TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import accelerator as accelerators
-from dfa_megatron.huggingface import attention_function, loss, planned_mask
+from dfa_megatron.huggingface import attention_function, loss
 from dfa_megatron.huggingface import trainer as trainers
 from dfa_megatron.huggingface.current_forward import CONTEXT
 from dfa_megatron.huggingface.share_rollouts import check_rollouts, share_rollouts
@@ -28,7 +28,7 @@ transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.support("models", "models that are not supported are refused")
 
 
-PLANNED = planned_mask.PlannedMask()
+PLANNED = attention_function.PlannedMask()
 
 
 def changed(model: Any, size: int = 1, **facts: Any) -> Any:
@@ -113,12 +113,12 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("attention that is not causal", lambda: attend(is_causal=False)),
     ("not causal in a layer of type BertSelf", lambda: asked(sized("Bert", "ForMaskedLM"))),
     ("not causal in a layer of type ModernBert", lambda: asked(sized("ModernBert", "ForMaskedLM"), unlisted=True)),
-    ("a window of 0 tokens", lambda: attend(mask=planned_mask.PlannedMask(0))),
+    ("a window of 0 tokens", lambda: attend(mask=attention_function.PlannedMask(0))),
     ("no transformers model", lambda: dfa_hf.distribute_attention(torch.nn.Linear(1, 1))),
     ("1 attentions in 2 layers, 2 of them different", lambda: asked(with_config(second="full_attention"))),
     ("attention of 8 tokens over 9", lambda: attend(keys=9)),
-    ("a mask beyond causal", lambda: attend(mask=planned_mask.PlannedMask(planned=False))),
-    ("an attention_mask with padding", lambda: planned_mask.mask(attention_mask=torch.tensor([[1, 0]]))),
+    ("a mask beyond causal", lambda: attend(mask=attention_function.PlannedMask(planned=False))),
+    ("an attention_mask with padding", lambda: attention_function.mask(attention_mask=torch.tensor([[1, 0]]))),
     ("attention dropout 0.1", lambda: asked(build("Llama", attention_dropout=0.1))),
     ("a moshi model with rope_type=dynamic", lambda: asked(sized("Moshi", rope_parameters=DYNAMIC))),
     ("prove of a LlamaModel.*no head", lambda: dfa_hf.prove(changed(build("Llama").model))),
