@@ -17,11 +17,11 @@ from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerCo
 from dfa_megatron.huggingface.embedded_positions import places
 from dfa_megatron.huggingface.seen import FLASH_KEYS, Seen, longest_of, seen_in
 from dfa_megatron.loss.scores import IGNORED
-from dfa_megatron.plan.language.layout import Layout, contiguous
+from dfa_megatron.plan.language.layout import contiguous
 from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence
-from dfa_megatron.whole_batch import MASK, TREE, check_same
+from dfa_megatron.whole_batch import MASK, TREE
 
 CAUSAL = "causal self-attention over whole, unpadded sequences"
 
@@ -69,31 +69,17 @@ def tokens_of(given: Arguments) -> torch.Tensor:
     return found
 
 
-def compare(group: str, given: Arguments | None, *, asks: bool = False) -> bool:
-    """Check that the ranks of a group have the same batch, None for one that this rank refuses; collective.
-
-    Returns whether a rank asks.
-    """
-    return check_same(
-        group,
-        None if given is None else _told(given),
-        "a DistributedSampler with num_replicas and rank of the groups, not of all ranks; loaders prepared after "
-        "distribute_accelerator; the same data set, collator and seed",
-        asks=asks,
-    )
-
-
-def _told(given: Arguments) -> Arguments:
+def told(given: Arguments) -> Arguments:
     """Return what the ranks compare of a call, the tokens first: all numbers, of images and sound their shapes."""
-    told = {}
+    found = {}
     for name in sorted(given, key=lambda name: name not in ("input_ids", EMBEDDED)):
         x = given[name]
         floats = isinstance(x, torch.Tensor) and x.is_floating_point() and name != EMBEDDED
         if floats and (x.dim() > 2 or name.endswith((*_MEDIA, "second_per_grid_ts"))):
             x = [*x.shape]  # images and sound go with their tokens
         if _is_data(x):
-            told[name] = x
-    return told
+            found[name] = x
+    return found
 
 
 def _is_data(x: Any) -> bool:
@@ -113,7 +99,13 @@ def forward_of_batch(decoder: Any, given: Arguments, shifted: torch.Tensor | Non
             "every rank would hold those of the whole batch",
             "input_ids, of which the model embeds this rank's part; or a smaller batch",
         )
-    layout = _layout(length, context.size)
+    if length < context.size:
+        raise UnsupportedError(
+            f"rows of {length or 'no'} tokens on {context.size} ranks",
+            "a rank would have none, of which layers of transformers make no heads",
+            "at least as many tokens as ranks",
+        )
+    layout = contiguous(length, context.size)  # the first ranks hold one more
     mask = given.get("attention_mask")
     mask = mask if isinstance(mask, torch.Tensor) else None
     if mask is not None:
@@ -190,14 +182,3 @@ def shifted_labels(given: Arguments) -> torch.Tensor | None:
 def next_labels(labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
     """Return the label of the next token of each token, (batch, seq); `ignored` for the last."""
     return torch.nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:].contiguous()
-
-
-def _layout(length: int, ranks: int) -> Layout:
-    """Return the tokens of a row that every rank holds; the first ones hold one more."""
-    if length < ranks:
-        raise UnsupportedError(
-            f"rows of {length or 'no'} tokens on {ranks} ranks",
-            "a rank would have none, of which layers of transformers make no heads",
-            "at least as many tokens as ranks",
-        )
-    return contiguous(length, ranks)

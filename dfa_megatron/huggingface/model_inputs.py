@@ -22,7 +22,7 @@ from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface import batch as whole
 from dfa_megatron.huggingface import decoder_door as door
 from dfa_megatron.huggingface.attention_function import nothing_hidden
-from dfa_megatron.huggingface.batch import compare, first_of, tokens_of
+from dfa_megatron.huggingface.batch import first_of, tokens_of
 from dfa_megatron.huggingface.check_model import check_adapters, check_model
 from dfa_megatron.huggingface.checkpointing import keep_forward
 from dfa_megatron.huggingface.current_forward import (
@@ -42,10 +42,16 @@ from dfa_megatron.huggingface.seen import refuse_for
 from dfa_megatron.huggingface.tiled_head import tile_of
 from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.runtime.comm.weights import FIRST, STEPPED, changes, check_weights
-from dfa_megatron.whole_batch import MASK, TREE
+from dfa_megatron.whole_batch import MASK, TREE, check_same
 
 _ALPHA = "neftune_noise_alpha"
 """The attribute of embeddings by which transformers' hook scales NEFTune's noise, over the root of length and width."""
+
+_SAME = (
+    "a DistributedSampler with num_replicas and rank of the groups, not of all ranks; loaders prepared after "
+    "distribute_accelerator; the same data set, collator and seed"
+)
+"""What works where the ranks of a group have other batches."""
 
 _CACHES = ("past_key_values", "cache")  # before and since transformers 5.24
 
@@ -84,9 +90,9 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
         kept, forward = _read(model, given)
     except Exception:
         if verified:  # the others wait for this rank's number
-            compare(context.group, None)
+            check_same(context.group, None, _SAME)
         raise
-    if verified and compare(context.group, given, asks=_changed(model, context)):
+    if verified and check_same(context.group, whole.told(given), _SAME, asks=_changed(model, context)):
         check_weights(model, context.group, STEPPED if context.compared else FIRST)
         now = changes(model)
         context.compared += (now, now) if now is None else (now,)

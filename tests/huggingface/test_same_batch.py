@@ -87,7 +87,7 @@ def test_all_numbers_of_a_call_are_compared_by_whatever_name_images_by_their_sha
     call = {"image_pixel_values": images, "audio_input_features": torch.rand(1, 5, 2), "crops": images, "tree": tree}
     call |= {"audio_embed_sizes": torch.tensor([5]), "weights": weights, "sizes": [[4, 4], torch.tensor([2])]}
     call |= {"input_ids": ids, "return_dict": True, "loss_kwargs": {}, "names": ["a"], "logits_to_keep": 0}
-    told = batch._told(call)
+    told = batch.told(call)
     assert next(iter(told)) == "input_ids"
     shapes = {"image_pixel_values": [1, 3, 4, 4], "crops": [1, 3, 4, 4], "audio_input_features": [1, 5, 2]}
     others = ("input_ids", "weights", "sizes", "audio_embed_sizes", "logits_to_keep", "tree")
