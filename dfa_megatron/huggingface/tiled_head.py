@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
@@ -127,11 +128,7 @@ def causal_loss(
     if shift_labels is None:
         assert labels is not None
         shift_labels = next_labels(labels, ignore_index)
-    total: torch.Tensor
-    if isinstance(logits, DeferredLogits):
-        total = logits.losses(shift_labels, ignore_index, label_smoothing).sum()
-    else:
-        total = summed_loss(logits, shift_labels.to(logits.device), ignore_index, label_smoothing)
+    total = summed_loss(logits, shift_labels, ignore_index, label_smoothing)
     if num_items_in_batch is None:
         count = (shift_labels != ignore_index).sum()
         return total / (count.clamp(min=1) if torch.is_grad_enabled() else count)
@@ -140,15 +137,14 @@ def causal_loss(
     return total / num_items_in_batch
 
 
-def summed_loss(
-    logits: torch.Tensor, shift_labels: torch.Tensor, ignore_index: int = IGNORED, label_smoothing: float = 0.0
-) -> torch.Tensor:
-    """Return the summed cross-entropy of these tokens, in float32, or float64 for float64."""
+def summed_loss(logits: Any, labels: torch.Tensor, ignored: int, smoothing: float) -> torch.Tensor:
+    """Return the summed cross-entropy of tokens, by tiles where logits are deferred; in float32, or float64 for it."""
+    if isinstance(logits, DeferredLogits):
+        return logits.losses(labels, ignored, smoothing).sum()
     scores = logits.flatten(0, -2)
     scores = scores if scores.dtype == torch.float64 else scores.float()
-    return torch.nn.functional.cross_entropy(
-        scores, shift_labels.flatten(), ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
-    )
+    labels = labels.flatten().to(scores.device)
+    return F.cross_entropy(scores, labels, ignore_index=ignored, reduction="sum", label_smoothing=smoothing)
 
 
 def tile_of(model: Any, given: dict[str, Any]) -> int | None:
