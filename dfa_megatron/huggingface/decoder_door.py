@@ -21,8 +21,8 @@ from dfa_megatron.plan.language.mask import Mask
 from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.sharding import local_positions, shard_sequence
 
-_ALONG = dict.fromkeys(("input_ids", "inputs_embeds", "token_type_ids", "visual_pos_masks", "per_layer_inputs"), 1)
-"""The dimension of tokens in a decoder's arguments, but for `position_ids`, in which it is the last."""
+_ALONG = ("input_ids", "inputs_embeds", "token_type_ids", "visual_pos_masks", "per_layer_inputs")
+"""A decoder's arguments of (batch, seq, ...); of `position_ids` the tokens are the last dimension."""
 
 _OF_IMAGES = "deepstack_visual_embeds"
 """Features (image tokens of all rows, hidden) for some layers, at the tokens that `visual_pos_masks` marks."""

@@ -58,7 +58,8 @@ def adopt(model: Any, context: LayerContext, attentions: list[torch.nn.Module]) 
     wanted |= dict.fromkeys(attentions, frozenset({NAME}))
     for mixer, names in wanted.items():
         vars(mixer)[MUST_REACH] = names
-        _replace_calls(mixer)
+        for name in _replaceable(mixer):
+            replace(sys.modules[type(mixer).__module__], name, functools.partial(_replacing, name))
         follow(mixer)
         config = vars(mixer).get("config")
         if config is not None and config._attn_implementation != NAME:  # a copied layer's is not the model's
@@ -107,12 +108,6 @@ def _replaceable(module: Any) -> set[str]:
     """Return the names of functions to be replaced that the forward of a module's class uses."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return {*STANDS_IN, *FUSED} & {*(code.co_names if code is not None else ())}
-
-
-def _replace_calls(layer: torch.nn.Module) -> None:
-    """Replace what a layer with a state calls in its file; nothing changes at a second call."""
-    for name in _replaceable(layer):
-        replace(sys.modules[type(layer).__module__], name, functools.partial(_replacing, name))
 
 
 def _replacing(name: str, real: Real) -> Real:
