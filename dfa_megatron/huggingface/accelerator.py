@@ -1,9 +1,8 @@
 """Let a loop around accelerate train and evaluate with sequences that ranks share, with DDP, FSDP2 or DeepSpeed.
 
 An accelerator's processes become the groups of ranks that share sequences: its loaders, schedulers, sums and numbers
-are those of one process for each group. Nothing of accelerate is imported: the classes of an accelerator and of its
-schedulers get subclasses. Its own context parallelism is refused: it cuts tensors in place, drops masks, and computes
-causal SDPA only.
+are those of one process for each group. Nothing of accelerate is imported: an accelerator gets a subclass of its class.
+Its own context parallelism is refused: it cuts tensors in place, drops masks, and computes causal SDPA only.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import functools
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -84,17 +82,16 @@ def share_sequences(
         scores: as of `join_outputs`.
     """
     world = accelerator.state.num_processes
-    known: Sharing | None = getattr(accelerator, "_dfa_sharing", None)
     _check(accelerator)
-    if known is not None and known.by_config:
-        size, config = size or known.size, config or known.config
+    if getattr(accelerator, "_dfa_by_config", False):
+        size, config = size or accelerator._dfa_size, config or accelerator._dfa_config
     options = TrainingConfig.of(config)
     if accelerator.distributed_type == "DEEPSPEED":
         json_block = importlib.import_module("dfa_megatron.deepspeed.json_block")  # which imports this package
         block = json_block.block_of(accelerator, size, config, unlisted=unlisted)
         size, options, unlisted = block.size, block.options, block.unlisted
     size = world if size is None else size
-    _check_size(accelerator, size, known, loop=loop)
+    _check_size(accelerator, size, loop=loop)
     if world == 1:
         if (ranks := group_size(None)) > 1:
             what = f"an accelerator of one process among {ranks} ranks of torch.distributed"
@@ -105,37 +102,39 @@ def share_sequences(
     distribute_attention(model, group=make_mesh(size).group, config=options, unlisted=unlisted)
     if not classifies(inner := transformers_model(model)):
         join_outputs(inner, scores=scores)
-    if known is None:
-        _count_groups(accelerator, Sharing(size, None if loop else model))
-    elif known.by_config and known.trained is None and not loop:
-        accelerator._dfa_sharing = replace(known, trained=model)
+    _count_groups(accelerator, size)
+    if not loop and accelerator._dfa_trained is None:
+        accelerator._dfa_trained = model
     return size
 
 
 def share_by_config(accelerator: Any, size: int, config: TrainingConfig | None) -> None:
     """Let an accelerator that was just made count groups of ranks; its `prepare` distributes the models of a loop."""
     _check(accelerator)
-    _check_size(accelerator, size, None, loop=True)
-    _count_groups(accelerator, Sharing(size, None, by_config=True, config=config))
+    _check_size(accelerator, size, loop=True)
+    _count_groups(accelerator, size)
+    accelerator._dfa_by_config, accelerator._dfa_config = True, config
 
 
-def _count_groups(accelerator: Any, sharing: Sharing) -> None:
-    accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it
-    accelerator._dfa_sharing = sharing
+def _count_groups(accelerator: Any, size: int) -> None:
+    """Give an accelerator the class that counts groups, once."""
     kind = type(accelerator)
-    accelerator.__class__ = type(kind.__name__, (SharesSequences, kind), {})
+    if not issubclass(kind, SharesSequences):
+        accelerator.dataloader_config.dispatch_batches = False  # also of data without a length: every rank reads it
+        accelerator._dfa_size = size
+        accelerator.__class__ = type(kind.__name__, (SharesSequences, kind), {})
 
 
-def _check_size(accelerator: Any, size: int, known: Sharing | None, *, loop: bool) -> None:
+def _check_size(accelerator: Any, size: int, *, loop: bool) -> None:
     """Refuse a number of ranks that does not fit, or that comes too late for a loop's loaders."""
-    world = accelerator.state.num_processes
+    world, known = accelerator.state.num_processes, getattr(accelerator, "_dfa_size", None)
     if size < 1 or world % size:
         why = "groups of that many ranks do not use all of them"
         raise UnsupportedError(f"size={size} on {world} ranks", why, f"a divisor of {world}")
-    if known is not None and size != known.size:
+    if known is not None and size != known:
         raise UnsupportedError(
             f"size={size} for a second model",
-            f"the accelerator's loaders give one batch to {known.size} ranks",
+            f"the accelerator's loaders give one batch to {known} ranks",
             "the same size for all models of an accelerator",
         )
     if loop and known is None and world > 1 and (accelerator._schedulers or accelerator._dataloaders):
@@ -168,20 +167,6 @@ def _check(accelerator: Any) -> None:
         raise UnsupportedError(what, why, "no dynamo_backend, torch_compile=False")
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """Hold the ranks that share sequences.
-
-    trained: the model of a Trainer. None for a loop, or for a Trainer that is not yet distributed.
-    by_config: whether accelerate's config asked for it, with this config or the default.
-    """
-
-    size: int
-    trained: torch.nn.Module | None
-    by_config: bool = False
-    config: TrainingConfig | None = None
-
-
 def refuse_objects() -> NoReturn:
     """Refuse to gather what is no tensor."""
     why = "what the ranks of a sequence hold in common could not be told apart"
@@ -189,9 +174,17 @@ def refuse_objects() -> NoReturn:
 
 
 class SharesSequences:
-    """Replace what accelerate counts by processes; the first base of the class of an accelerator with a `Sharing`."""
+    """Replace what accelerate counts by processes; the first base of the class of an accelerator whose ranks share.
 
-    _dfa_sharing: Sharing
+    _dfa_size: the ranks that share a sequence.
+    _dfa_trained: the model of a Trainer. None for a loop, or for a Trainer that is not yet distributed.
+    _dfa_by_config: whether accelerate's config asked for it, with `_dfa_config` or the default.
+    """
+
+    _dfa_size: int
+    _dfa_trained: torch.nn.Module | None = None
+    _dfa_by_config = False
+    _dfa_config: TrainingConfig | None = None
     _dfa_index_of_group = False
 
     def indexed_by_groups(self) -> AbstractContextManager[None]:
@@ -202,13 +195,13 @@ class SharesSequences:
     def process_index(self) -> int:
         """The rank, or within `indexed_by_groups` the group."""
         rank: int = super().process_index  # type: ignore[misc]
-        return rank // self._dfa_sharing.size if self._dfa_index_of_group else rank
+        return rank // self._dfa_size if self._dfa_index_of_group else rank
 
     @property
     def num_processes(self) -> int:
         """The groups of ranks; it scales schedules, sums and counts of labels."""
         ranks: int = super().num_processes  # type: ignore[misc]
-        return ranks // self._dfa_sharing.size
+        return ranks // self._dfa_size
 
     @property
     def is_last_process(self) -> bool:
@@ -218,7 +211,7 @@ class SharesSequences:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare what a loop trains; accelerate's config may ask to distribute its models first."""
-        if self._dfa_sharing.by_config and self._dfa_sharing.trained is None:
+        if self._dfa_by_config and self._dfa_trained is None:
             for model in args:
                 if isinstance(model, torch.nn.Module):
                     share_sequences(self, model, None, None, loop=True)
@@ -266,7 +259,7 @@ class SharesSequences:
         found = super().reduce(tensor, reduction, scale)  # type: ignore[misc]
         if reduction in ("mean", "max"):
             return found
-        size = self._dfa_sharing.size
+        size = self._dfa_size
         return tree_map_only(
             torch.Tensor, lambda x: x / size if x.is_floating_point() or x.is_complex() else x // size, found
         )
@@ -275,12 +268,11 @@ class SharesSequences:
         """Gather from one rank of each group, without what the loader repeated to fill the last batch."""
         if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(input_data)):
             refuse_objects()
-        sharing = self._dfa_sharing
-        state = self.gradient_state  # type: ignore[attr-defined]
+        state, trained = self.gradient_state, self._dfa_trained  # type: ignore[attr-defined]
         data = getattr(state.active_dataloader, "dataset", None)
         streamed = isinstance(data, torch.utils.data.IterableDataset) and state.remainder < 0
         ranks = self.state.num_processes  # type: ignore[attr-defined]
-        if streamed and sharing.size < ranks and not (sharing.trained is not None and sharing.trained.training):
+        if streamed and self._dfa_size < ranks and not (trained is not None and trained.training):
             raise UnsupportedError(
                 "evaluation on data without a length, by several groups of ranks",
                 "what repeats to fill the last batch could not be told apart",
@@ -290,7 +282,7 @@ class SharesSequences:
 
     def gather(self, tensor: Any) -> Any:
         """Gather from the first rank of each group."""
-        size, ranks = self._dfa_sharing.size, self.state.num_processes  # type: ignore[attr-defined]
+        size, ranks = self._dfa_size, self.state.num_processes  # type: ignore[attr-defined]
 
         def first(value: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = value.unflatten(0, (-1, size, value.shape[0] // ranks))[:, 0].flatten(0, 1)

@@ -76,7 +76,7 @@ def share(accelerator: Any, config: Any) -> None:
 
 def _distribute_first(own: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Distribute a Trainer whose accelerator asks for it, if it is not yet, and go on."""
-    sharing = getattr(trainer.accelerator, "_dfa_sharing", None)
-    if sharing is not None and sharing.by_config and sharing.trained is None:
-        distribute_trainer(trainer, config=sharing.config)
+    accelerator = trainer.accelerator
+    if getattr(accelerator, "_dfa_by_config", False) and accelerator._dfa_trained is None:
+        distribute_trainer(trainer, config=accelerator._dfa_config)
     return own(trainer, *args, **kwargs)

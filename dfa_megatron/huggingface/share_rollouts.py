@@ -90,7 +90,7 @@ def share_rollouts(trainer: Any, size: int) -> None:
 def _by_groups(trainer: Any, own: Callable[[Any], Any], inputs: Any) -> Any:
     """Generate with the functions of accelerate that TRL has imported bound to the groups, and with `_sampled`."""
     accelerator, model = trainer.accelerator, transformers_model(trainer.model)
-    first = accelerator.process_index % accelerator._dfa_sharing.size == 0
+    first = accelerator.process_index % accelerator._dfa_size == 0
     of_trl: Any = sys.modules[trainer.compute_loss.__module__]
     gather_object = of_trl.gather_object
 
