@@ -36,37 +36,31 @@ class Seen:
     """Hold what every row of a batch sees, and where its tokens stand.
 
     told: as the batch tells it.
-    runs: the first token of every run whose positions go up by 1, and that token's position.
+    runs: of every run whose positions go up by 1 the first token, the one behind the last, and the first's position.
     """
 
     told: Tree | Mask
-    runs: tuple[tuple[int, int], ...]
-
-    @property
-    def spans(self) -> list[tuple[Span, int]]:
-        """Return the tokens of each run, and the first one's position."""
-        edges = [*(lo for lo, _ in self.runs), self.told.length]
-        return [(Span(lo, hi), at) for (lo, hi), (_, at) in zip(pairwise(edges), self.runs, strict=True)]
+    runs: tuple[tuple[int, int, int], ...]
 
     @property
     def longest(self) -> int:
         """Return one more than the last position."""
-        return max(at + len(span) for span, at in self.spans)
+        return max(at + hi - lo for lo, hi, at in self.runs)
 
     def positions(self, device: torch.device | None = None) -> torch.Tensor:
         """Return the position of every token, int64 (1, length)."""
-        return torch.cat([torch.arange(at, at + len(span), device=device) for span, at in self.spans])[None]
+        return torch.cat([torch.arange(at, at + hi - lo, device=device) for lo, hi, at in self.runs])[None]
 
 
 def seen_of(told: Tree | Mask, positions: torch.Tensor | None = None) -> Seen:
     """Return a tree with the places in its paths, or a mask with positions (1, length); waits for their device."""
     if isinstance(told, Tree):
-        return Seen(told, tuple(zip((span.lo for span in told.spans), told.places, strict=True)))
+        return Seen(told, tuple((span.lo, span.hi, at) for span, at in zip(told.spans, told.places, strict=True)))
     if positions is None:
-        return Seen(told, ((0, 0),))
+        return Seen(told, ((0, told.length, 0),))
     row = positions[0].cpu()
     starts = [0, *((row.diff() != 1).nonzero().flatten() + 1).tolist()]
-    return Seen(told, tuple(zip(starts, row[starts].tolist(), strict=True)))
+    return Seen(told, tuple(zip(starts, [*starts[1:], told.length], row[starts].tolist(), strict=True)))
 
 
 def seen_in(
@@ -194,7 +188,7 @@ def mask_of(row: Offsets | Seen, images: Images, left: int, chunk: int | None = 
 
 def _near(seen: Seen, mask: Mask, left: int, chunk: int | None) -> Mask:
     """Return the pairs of a mask whose positions are near enough, or in one chunk."""
-    runs = [(span, at - span.lo, 0) for span, at in seen.spans]
+    runs = [(Span(lo, hi), at - lo, 0) for lo, hi, at in seen.runs]
     if chunk:
         runs = [
             (Span(max(span.lo, cut * chunk - shift), min(span.hi, (cut + 1) * chunk - shift)), shift, cut)
