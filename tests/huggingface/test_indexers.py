@@ -66,31 +66,6 @@ def test_a_fault_is_noticed() -> None:
     assert [outcome.kind for _, outcome in run("transformers", draws, 60.0, math.inf)] == ["wrong"]
 
 
-def _chosen(rank: int, ranks: int, kind: str) -> list[list[set[int]]]:
-    """Return the choices of a forward, of every indexer and token of this rank, as sets."""
-    found = list[torch.Tensor]()
-    real = indexers.index_topk
-
-    def noting(*given: Any, **more: Any) -> Any:
-        found.append(real(*given, **more))
-        return found[-1]
-
-    model = dfa_hf.distribute_attention(build(kind))
-    batch = {"input_ids": torch.arange(60).reshape(2, 30) % 90 + 1}
-    with patch.object(indexers, "index_topk", noting), torch.no_grad():
-        model(**batch)
-    return [[{*keys} - {-1} for row in choice.tolist() for keys in row] for choice in found]
-
-
-def test_sets_are_those_of_one_process() -> None:
-    whole, halves = run_ranks(1, _chosen, "glm_moe_dsa")[0], run_ranks(2, _chosen, "glm_moe_dsa")
-    assert len(whole) == len(halves[0]) == 2  # layers with an indexer; the others share
-    for number, sets in enumerate(whole):
-        halved = [halves[half][number][15 * row :][:15] for row in range(2) for half in range(2)]
-        assert [chosen for part in halved for chosen in part] == sets
-        assert {len(chosen) for chosen in sets} == {*range(1, 9)}
-
-
 @pytest.mark.parametrize("checkpoint", ["full", "remat", "auto"])
 def test_no_recompute_chooses_again(checkpoint: str) -> None:
     model = build("glm_moe_dsa")

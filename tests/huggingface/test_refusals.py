@@ -91,12 +91,6 @@ def headed(head: str) -> None:
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 REMAT = TrainingConfig(checkpoint="remat")
-ALONE = Stub(
-    state=Stub(num_processes=2, dynamo_plugin=Stub(backend="NO")),
-    parallelism_config=None,
-    distributed_type="NO",
-    dispatch_batches=False,
-)
 SIZES = {
     **dict.fromkeys(("steps_per_generation", "gradient_accumulation_steps"), 1),
     "per_device_train_batch_size": 5,
@@ -118,12 +112,10 @@ CASES: list[tuple[str, Callable[[], Any]]] = [
     ("1 attentions in 2 layers, 2 of them different", lambda: asked(with_config(second="full_attention"))),
     ("attention of 8 tokens over 9", lambda: attend(keys=9)),
     ("a mask beyond causal", lambda: attend(mask=attention_function.PlannedMask(planned=False))),
-    ("an attention_mask with padding", lambda: attention_function.mask(attention_mask=torch.tensor([[1, 0]]))),
     ("attention dropout 0.1", lambda: asked(build("Llama", attention_dropout=0.1))),
     ("a moshi model with rope_type=dynamic", lambda: asked(sized("Moshi", rope_parameters=DYNAMIC))),
     ("prove of a LlamaModel.*no head", lambda: dfa_hf.prove(changed(build("Llama").model))),
     ("prove of a Llama.*no images or sound", lambda: dfa_hf.prove(changed(build("Llama"), multimodal=True))),
-    ("size=3 on 2 ranks", lambda: accelerators.share_sequences(ALONE, None, 3, REMAT, loop=True)),
     ("ParallelismConfig.cp_size=2", lambda: accelerated(cp_size=2)),
     ("ParallelismConfig.tp_size=2", lambda: accelerated(tp_size=2)),
     ("FSDP1 of accelerate.*fsdp_version=2", lambda: accelerated(distributed_type="FSDP")),
