@@ -18,7 +18,6 @@ from dfa_megatron.config import TrainingConfig
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.huggingface.seen import Documents, Images, Seen
 from dfa_megatron.plan.language.layout import Layout, contiguous
-from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.runtime.agreement.calls import at_layer
 
 NAME = "dfa"
@@ -31,9 +30,6 @@ MUST_REACH = "_dfa_must_reach"
 """The attribute of a mixer for the names of functions that each forward of it must reach."""
 
 Arguments = dict[str, Any]
-
-Scored = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""What an indexer scores with: queries, keys, weights."""
 
 
 @dataclass(slots=True)
@@ -85,7 +81,7 @@ class Forward:
     tile: tokens of a tile of the loss; None where logits are made.
     layout: the tokens of a row that every rank holds; not read where attention is local.
     choices: the positions that indexers have chosen, for a recompute.
-    scored: what indexers that are trained have scored with, until the attention of their layer takes it.
+    scored: queries, keys and weights of indexers that are trained, until the attention of their layer takes it.
     index_losses: this rank's part of the loss of each, of the first pass.
     """
 
@@ -102,23 +98,13 @@ class Forward:
     tile: int | None = None
     layout: Layout = contiguous(1, 1)  # noqa: RUF009
     choices: dict[torch.nn.Module, torch.Tensor] = field(default_factory=dict, compare=False)
-    scored: dict[torch.nn.Module, Scored] = field(default_factory=dict, compare=False)
+    scored: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = field(default_factory=dict, compare=False)
     index_losses: dict[torch.nn.Module, torch.Tensor | None] = field(default_factory=dict, compare=False)
 
     @property
     def where(self) -> Arguments:
         """Return the arguments of every call over the ranks: their group, its tokens, the options."""
         return {"group": self.context.group, "layout": self.layout, "config": self.context.options}
-
-    @property
-    def documents(self) -> Documents | None:
-        """Return the documents of every row, None if each row is one, or of a tree or a mask."""
-        return self.seen if isinstance(self.seen, tuple) else None
-
-    @property
-    def tree(self) -> Tree | None:
-        """Return the segments of every row of a prompt tree."""
-        return self.seen.told if isinstance(self.seen, Seen) and isinstance(self.seen.told, Tree) else None
 
 
 class Running(NamedTuple):

@@ -42,6 +42,7 @@ from dfa_megatron.huggingface.embedded_positions import hook
 from dfa_megatron.huggingface.indexers import follow
 from dfa_megatron.huggingface.seen import Seen, refuse_for
 from dfa_megatron.names import say_once
+from dfa_megatron.plan.language.tree import Tree
 from dfa_megatron.recurrence import dist_conv, dist_mamba1, dist_mamba2, dist_scan, fla_scan
 from dfa_megatron.recurrence.upstream import drops_gradient
 from dfa_megatron.runtime.cu_seqlens import Offsets
@@ -120,7 +121,7 @@ def _replacing(name: str, real: Real) -> Real:
         forward = call.forward
         if name in FUSED:
             return None
-        if isinstance(forward.seen, Seen) and forward.tree is None:
+        if isinstance(forward.seen, Seen) and not isinstance(forward.seen.told, Tree):
             refuse_for(f"a layer of type {type(call.owner).__name__} with a state")
         given = dict(signature.bind(*args, **kwargs).arguments)
         given.pop("kwargs", None)
@@ -166,9 +167,10 @@ def _by_place(real: Any, name: str, signature: inspect.Signature, count: int) ->
 
 def options_of(forward: Forward) -> Arguments:
     """Return the options of a recurrence over the rows of a forward: their documents, or the segments of a tree."""
-    if (tree := forward.tree) is not None:
+    tree = forward.seen.told if isinstance(forward.seen, Seen) else None
+    if isinstance(tree, Tree):  # masks are refused
         return forward.where | {"cu_seqlens": (0, *(span.hi for span in tree.spans)), "parents": tree.parents}
-    return forward.where | {"cu_seqlens": forward.documents}
+    return forward.where | {"cu_seqlens": forward.seen}
 
 
 # What stands in takes the real function, the options of a recurrence, and the call's arguments by name.

@@ -181,7 +181,7 @@ def _choice(real: Any, indexer: Any, *args: Any, **kwargs: Any) -> Any:
 def _seen(forward: Forward) -> Arguments:
     if isinstance(forward.seen, Seen):
         return {"mask": mask_of(forward.seen, (), -1)}
-    return {"cu_seqlens": None if forward.documents is None else list(forward.documents)}
+    return {"cu_seqlens": forward.seen and list(forward.seen)}
 
 
 def attend(
