@@ -52,12 +52,10 @@ class PlannedMask:
             )
         return self
 
-    def __invert__(self) -> Self:
+    def _itself(self, *_: Any) -> Self:
         return self
 
-    def to(self, *_: Any) -> Self:
-        """Return itself for any dtype."""
-        return self
+    __invert__ = to = _itself
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> NoReturn:

@@ -173,12 +173,6 @@ def cut_labels(shifted: torch.Tensor | None, count: torch.Tensor | int | None, c
     return {"labels": part[:, :0], "shift_labels": part, "num_items_in_batch": (float(count) or 1.0) / context.size}
 
 
-def shifted_labels(given: Arguments) -> torch.Tensor | None:
-    """Return the label of the next token (batch, seq), as a batch has it or made of its labels; None without."""
-    shifted: torch.Tensor | None = given.get("shift_labels")
-    return next_labels(given["labels"]) if shifted is None and given.get("labels") is not None else shifted
-
-
 def next_labels(labels: torch.Tensor, ignored: int = IGNORED) -> torch.Tensor:
     """Return the label of the next token of each token, (batch, seq); `ignored` for the last."""
     return torch.nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:].contiguous()

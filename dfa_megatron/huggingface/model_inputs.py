@@ -123,7 +123,9 @@ def _read(model: Any, given: Arguments) -> tuple[Arguments, Forward]:
     decoder = model.get_decoder()
     if context.multimodal and model is not decoder:
         door.check_whole(decoder, given)
-    shifted = whole.shifted_labels(given)
+    shifted: torch.Tensor | None = given.get("shift_labels")
+    if shifted is None and "labels" in given:
+        shifted = whole.next_labels(given["labels"])
     forward = whole.forward_of_batch(decoder, given, shifted, context)
     given |= whole.cut_labels(shifted, given.get("num_items_in_batch"), context)
     kept, images = door.for_model(model, given, forward.seen)

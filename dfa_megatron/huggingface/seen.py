@@ -42,11 +42,6 @@ class Seen:
     told: Tree | Mask
     runs: tuple[tuple[int, int, int], ...]
 
-    @property
-    def longest(self) -> int:
-        """Return one more than the last position."""
-        return max(at + hi - lo for lo, hi, at in self.runs)
-
     def positions(self, device: torch.device | None = None) -> torch.Tensor:
         """Return the position of every token, int64 (1, length)."""
         return torch.cat([torch.arange(at, at + hi - lo, device=device) for lo, hi, at in self.runs])[None]
@@ -137,7 +132,7 @@ def _numbers(offsets: Any) -> Offsets:
 def longest_of(seen: Documents | Seen | None, length: int) -> int:
     """Return the tokens of the longest document of rows of some length, or of the longest path."""
     if isinstance(seen, Seen):
-        return seen.longest
+        return max(at + hi - lo for lo, hi, at in seen.runs)
     return max(hi - lo for offsets in seen or ((0, length),) for lo, hi in pairwise(offsets))
 
 
