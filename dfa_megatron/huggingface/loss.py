@@ -22,7 +22,7 @@ import torch.distributed as dist
 from dfa_megatron.errors import UnsupportedError
 from dfa_megatron.hooks import refuse_unreached, surround
 from dfa_megatron.huggingface.batch import LABELS, first_of, next_labels, tokens_of
-from dfa_megatron.huggingface.current_forward import Arguments, Forward, LayerContext, innermost, reach
+from dfa_megatron.huggingface.current_forward import Arguments, LayerContext, innermost, reach
 from dfa_megatron.huggingface.tiled_head import causal_loss, is_causal, run_in, summed_loss, tiled_head
 from dfa_megatron.kernels.leaf import outside_graphs
 from dfa_megatron.loss.deferred import DeferredLogits
@@ -199,17 +199,6 @@ def follow_router(forward: Callable[..., Any]) -> None:
         surround(home, _BALANCE, _of_all_ranks, optional=True)
 
 
-def _of_all_ranks(
-    real: Callable[..., Any], gate_logits: Any, num_experts: int | None = None, top_k: int = 2, *masks: Any, **more: Any
-) -> Any:
-    """Stand in for the loss of routers."""
-    reach(_BALANCE)
-    call = innermost()
-    if call is None or not call.forward.distributed or not isinstance(gate_logits, tuple) or num_experts is None:
-        return real(gate_logits, num_experts, top_k, *masks, **more)
-    return _balance(call.forward, gate_logits, num_experts, top_k)
-
-
 def check_reached(model: Any, output: Any, loss: torch.Tensor | None) -> None:
     """Refuse a call whose forward did not use our losses, as after another package replaced the forward."""
     call = innermost()
@@ -226,12 +215,19 @@ def check_reached(model: Any, output: Any, loss: torch.Tensor | None) -> None:
         raise UnsupportedError(what, "it smooths no labels", "label_smoothing_factor=0, or use_liger_kernel=False")
 
 
-def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: int, top_k: int) -> torch.Tensor:
+def _of_all_ranks(
+    real: Callable[..., Any], gate_logits: Any, num_experts: int | None = None, top_k: int = 2, *masks: Any, **more: Any
+) -> Any:
     """Return the loss of Switch Transformer's equations 4 to 6 as transformers computes it, of the whole sequences.
 
     Args:
         gate_logits: of every layer (batch x local_seq, experts).
     """
+    reach(_BALANCE)
+    call = innermost()
+    if call is None or not call.forward.distributed or not isinstance(gate_logits, tuple) or num_experts is None:
+        return real(gate_logits, num_experts, top_k, *masks, **more)
+    forward, experts = call.forward, num_experts
     device = gate_logits[0].device
     counted = torch.ones(len(gate_logits[0]), dtype=torch.float32, device=device)
     if forward.mask is not None:  # 0 for padding
@@ -246,5 +242,4 @@ def _balance(forward: Forward, gate_logits: tuple[torch.Tensor, ...], experts: i
     if forward.context.group:  # gradients are summed over the ranks too: every loss depends on the tokens of all
         sums = unshard_sequence(sums[None], group=forward.context.group, dim=0).sum(0)
     counts, chances, rows = sums.split((experts, experts, 1))
-    balance: torch.Tensor = (counts / rows * (chances / rows)).sum() * experts
-    return balance
+    return (counts / rows * (chances / rows)).sum() * experts
