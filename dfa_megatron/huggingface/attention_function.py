@@ -74,39 +74,26 @@ def nothing_hidden(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def mask(**given: Any) -> Any:
-    """Return what layers get as their mask: once per forward, and in a local one by the former implementation."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    """Return what layers get as their mask: once per forward, and in a local one by the former implementation.
 
-    call = innermost()
-    if call is None or call.forward.distributed:
-        return _planned(**given)
-    former = call.forward.context.before
-    return ALL_MASK_ATTENTION_FUNCTIONS[former](**given) if former in ALL_MASK_ATTENTION_FUNCTIONS else None
-
-
-def _planned(
-    *,
-    attention_mask: torch.Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    local_size: int | None = None,
-    mask_function: Any = None,
-    **others: Any,
-) -> PlannedMask:
-    """Return what stands in for a mask.
-
-    attention_mask: (batch, local_seq) as the user gave it, or `nothing_hidden`.
-    mask_function: what it hides; models that make a mask whatever the batch may still mean a causal one.
-    local_size: the sliding window of the layers that this mask is for, or their chunk; None for those without.
+    given: by transformers. attention_mask (batch, local_seq): of the user, or `nothing_hidden`. mask_function: what it
+    hides; models that make a mask whatever the batch may still mean a causal one. local_size: the window of the layers
+    that it is for, or their chunk; None for those without.
     """
-    from transformers.masking_utils import causal_mask_function
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-    if attention_mask is not None and not hasattr(attention_mask, _HIDES_NOTHING) and not bool(attention_mask.all()):
+    call, padding = innermost(), given.get("attention_mask")
+    if call is not None and not call.forward.distributed:
+        former = call.forward.context.before
+        return ALL_MASK_ATTENTION_FUNCTIONS[former](**given) if former in ALL_MASK_ATTENTION_FUNCTIONS else None
+    if padding is not None and not hasattr(padding, _HIDES_NOTHING) and not bool(padding.all()):
         raise UnsupportedError(
             "an attention_mask with padding",
             "padded tokens would be attended to",
             "padding on the right, which is checked and removed before the layers see it",
         )
-    return PlannedMask(local_size, planned=allow_is_causal_skip or mask_function is causal_mask_function)
+    planned = given.get("allow_is_causal_skip", True) or given.get("mask_function") is causal_mask_function
+    return PlannedMask(given.get("local_size"), planned=planned)
 
 
 def attention(
