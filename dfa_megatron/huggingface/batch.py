@@ -40,15 +40,14 @@ LARGEST = 2**30
 
 
 @functools.cache
-def parameters_of(model: Any) -> tuple[inspect.Parameter, ...]:
-    """Return the parameters of a class's forward."""
-    return tuple(inspect.signature(model.forward).parameters.values())
+def names_of(model: Any) -> tuple[str, ...]:
+    """Return the names of the parameters of a class's forward."""
+    return tuple(inspect.signature(model.forward).parameters)
 
 
 def arguments_of(module: Any, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
     """Return the arguments of a call, positional ones too, by their names in the forward of the module's class."""
-    names = [parameter.name for parameter in parameters_of(module.__class__)[1:]]  # without self
-    return dict(zip(names, args, strict=False)) | kwargs
+    return dict(zip(names_of(module.__class__)[1:], args, strict=False)) | kwargs  # without self
 
 
 def first_of(given: Arguments, names: tuple[str, ...]) -> Any:

@@ -183,8 +183,7 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
         if not context.local:
             _refuse_direct(context, decoder)
         args, kwargs = begin(decoder, args, kwargs)
-    forward = forward_of_context(context)
-    assert forward is not None
+    forward = forward_of(decoder)
     if not forward.distributed:
         return args, kwargs
     given = door.cut(decoder, whole.arguments_of(decoder, args, kwargs), forward)
@@ -193,7 +192,7 @@ def prepare(decoder: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKe
     given["use_cache"] = False
     if forward.seen and given.get("attention_mask") is None:  # else of the model itself: layers refuse what it hides
         given["attention_mask"] = nothing_hidden(tokens)
-    if not any(parameter.name == "position_ids" for parameter in whole.parameters_of(decoder.__class__)):
+    if "position_ids" not in whole.names_of(decoder.__class__):
         del given["position_ids"]
     return (), given
 
