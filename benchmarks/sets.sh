@@ -45,7 +45,7 @@ RECURRENCE="$PY -m benchmarks.recurrence --link-gbs 370 --out {out}.json"
 HOSTS="NCCL_NET=Socket $TORCHRUN benchmarks.own_host benchmarks.attention --budget {budget} --out {out}"
 
 gpu-tests() {
-    cell gpu-tests 420 $PY -m pytest -q -m gpu -n 12 --dist loadgroup --support-report {out}.jsonl
+    cell gpu-tests 420 $PY -m pytest -q -m gpu -n 12 --dist loadgroup --support-report={out}.jsonl
 }
 everywhere() {
     gpu-tests

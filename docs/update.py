@@ -1,6 +1,6 @@
 """Write the tables and pictures of the pages: `python -m docs.update`. Tests say which page is behind.
 
-    python -m docs.update REPORT ...        take in results of `pytest --support-report REPORT` first
+    python -m docs.update REPORT ...        take in results of `pytest --support-report=REPORT` first
 
 A table stands in its page between `<!-- NAME -->` and `<!-- /NAME -->`.
 """

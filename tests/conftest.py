@@ -22,7 +22,7 @@ import torch
 from dfa_megatron.kernels.triton.support import interpreted
 from tests.support import nan_memory as memory
 from tests.support import reached, support_rows, workers
-from tests.support.report import SupportReport, as_collected, by_file, not_drawn, on_gpu
+from tests.support.report import SupportReport, as_collected, by_file, not_drawn, on_gpu, seconds_allowed
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """Every test that was collected, also those that are left out of this run."""
@@ -86,6 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = not_drawn([item for item in items if on_gpu(item)], most, date.today().isoformat())
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))
+        items.sort(key=seconds_allowed, reverse=True)  # what compiles for minutes starts first
     asked_for = config.option.markexpr or config.option.collectonly or config.option.support_report
     if asked_for or torch.cuda.device_count():
         return

@@ -1,4 +1,4 @@
-"""What `--support-report FILE` writes: the results that `python -m docs.update FILE` takes in."""
+"""What `--support-report=FILE` writes: the results that `python -m docs.update FILE` takes in."""
 
 from __future__ import annotations
 
@@ -46,6 +46,12 @@ def not_drawn(items: list[pytest.Item], most: int, day: str) -> set[pytest.Item]
         stay = 2 if held[0].path.parent.name != "kernels" else most
         left_out.update(random.Random(f"{day} {key}").sample(held, max(0, len(held) - stay)))
     return left_out
+
+
+def seconds_allowed(item: pytest.Item) -> float:
+    """Return the limit of a test that asks for one of its own, else 0."""
+    marker = item.get_closest_marker("timeout")
+    return 0.0 if marker is None else float(marker.args[0])
 
 
 def by_file(stats: dict[str, list[Any]]) -> Iterator[str]:
