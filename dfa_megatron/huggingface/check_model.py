@@ -198,6 +198,10 @@ def check_adapters(model: Any) -> None:
             )
 
 
+_JOINED = "_is_fsdp_managed_module"
+"""The mark of PyTorch's FSDP on a module."""
+
+
 def check_parts(model: torch.nn.Module, group: Group) -> None:
     """Refuse tensor parallelism between ranks of a group, whose tokens differ, and of a model with indexers.
 
@@ -205,18 +209,16 @@ def check_parts(model: torch.nn.Module, group: Group) -> None:
     """
     if (own := resolve(group)) is None:
         return
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     ranks = {*dist.get_process_group_ranks(own)}
-    joined = {part for module in model.modules() if isinstance(module, FSDPModule) for part in module.modules()}
     indexers = sorted({type(module).__name__ for module in model.modules()} & _INDEXERS)
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(module, torch.nn.Linear | torch.nn.Embedding) or not isinstance(weight, DTensor):
             continue
         cut = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
-        for dim in cut[module in joined :]:
+        for dim in cut[hasattr(module, _JOINED) :]:
             holders = dist.get_process_group_ranks(weight.device_mesh.get_group(dim))
             if len(ranks.intersection(holders)) > 1:
                 raise UnsupportedError(
