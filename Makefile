@@ -3,7 +3,7 @@
 # `make quick` passes some of every kind of test in a few minutes.
 # `make fuzz` compares attentions drawn at random with dense float64; ARGS="--help" says how many, and over which ranks.
 # `make models` compares a tiny model of every type of transformers on two ranks with one process, in ten minutes.
-# `make gpu` runs the tests that compute on a GPU, some cases of each kernel's (7 minutes on one H200), `make gpu-all` all; benchmarks/README.md has the commands that measure.
+# `make gpu` runs the tests that compute on a GPU, some cases of each kernel's (7 minutes on one H200, 9 with flash-linear-attention), `make gpu-all` all; benchmarks/README.md has the commands that measure.
 # `make paper` measures the paper's claims again on two GPUs in half an hour; `make paper-toy` does so at toy size on a CPU.
 #
 #   make train PROCS=4 ARGS="--train-iters 20"     more ranks, other arguments of examples/train.py

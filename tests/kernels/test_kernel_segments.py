@@ -171,7 +171,8 @@ def test_segments_of_one_window_may_have_keys_again_and_rows_between_them(
 def test_a_band_is_cut_into_few_rows_on_a_cpu() -> None:
     tile = Segment(0, 5000, 0, 4000, Band(900, 40)).tile.shrink()
     assert tile is not None
-    assert max(len(part.q) for part in CpuKernel.cut(tile)) <= MASK_ROWS
+    assert CpuKernel.takes.cut is not None
+    assert max(len(part.q) for part in CpuKernel.takes.cut(tile)) <= MASK_ROWS
 
 
 def test_as_many_copies_as_rows_are_not_all_rows() -> None:
