@@ -51,7 +51,7 @@ BUDGETS = {
     "deepspeed": 1_033,
     "docs": 1_171,
     "doctor": 918,
-    "huggingface": 3_855,
+    "huggingface": 3_859,
     "indexed": 1_010,
     "kernels": 3_870,
     "loss": 740,

@@ -42,7 +42,6 @@ class LayerContext:
     unlisted: the model need not be on the list of what was tried.
     local: within `local_attention`.
     reads_logits: whether the Trainer that predicts does; None outside of its steps.
-    held: the parameters of the calls until now, by `id`.
     compared: `changes` of the weights when the ranks compared them: in the first call, and after the first step.
     indexers: the weight of the loss that trains indexers; 0 where they are not trained.
     indexer_loss: that loss of the last call.
@@ -56,7 +55,6 @@ class LayerContext:
     unlisted: bool = False
     local: bool = False
     reads_logits: bool | None = None
-    held: frozenset[int] = frozenset()
     compared: tuple[int | None, ...] = ()
     indexers: float = 0.0
     indexer_loss: torch.Tensor | None = None

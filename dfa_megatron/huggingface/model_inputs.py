@@ -68,7 +68,8 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
     """
     context: LayerContext = getattr(model, CONTEXT)
     check_adapters(model)  # which may be added later than attention is distributed
-    if context.size > 1 and not context.local and any(hasattr(x, "grad_sample") for x in model.parameters()):
+    parameters = () if context.local else tuple(model.parameters())
+    if context.size > 1 and any(hasattr(x, "grad_sample") for x in parameters):
         why, instead = "a rank has those of its tokens alone", "gradients of batches, without a GradSampleModule"
         raise UnsupportedError("gradients of single rows, as Opacus clips them", why, instead)
     if getattr(model.get_decoder(), CONTEXT, None) is not context:
@@ -92,7 +93,7 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
         if verified:  # the others wait for this rank's number
             check_same(context.group, None, _SAME)
         raise
-    if verified and check_same(context.group, whole.told(given), _SAME, asks=_changed(model, context)):
+    if verified and check_same(context.group, whole.told(given), _SAME, asks=_changed(model, context, parameters)):
         check_weights(model, context.group, STEPPED if context.compared else FIRST)
         now = changes(model)
         context.compared += (now, now) if now is None else (now,)
@@ -100,10 +101,15 @@ def begin(model: Any, args: tuple[Any, ...], kwargs: Arguments) -> ArgsAndKeywor
     return (), kept
 
 
-def _changed(model: Any, context: LayerContext) -> bool:
+_MET = "_dfa_met"
+"""The attribute of a parameter for the group whose ranks have met it. An id would be the next one's that lies there."""
+
+
+def _changed(model: Any, context: LayerContext, parameters: tuple[torch.nn.Parameter, ...]) -> bool:
     """Return whether to compare weights: in the first call of these parameters, and after the first step with them."""
-    if new := {*map(id, model.parameters())} - context.held:  # layers, adapters or rows that are drawn on each rank
-        context.held, context.compared = context.held | new, ()
+    for new in (x for x in parameters if getattr(x, _MET, None) != context.group):
+        setattr(new, _MET, context.group)
+        context.compared = ()  # layers, adapters or rows that came later may be drawn on each rank
     known = context.compared
     return not known or (len(known) < 2 and torch.is_grad_enabled() and changes(model) not in known)
 
